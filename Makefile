@@ -1,0 +1,30 @@
+# make train   train the digits network with `phalanx run`
+# make test    run the tests
+# make bench   measure against torch's own DistributedDataParallel
+#
+# Each sets up .venv first, which takes about a minute once.
+
+PYTHON := $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
+BIN := .venv/bin
+# An editable installation points to one folder, so a copied tree needs its own.
+INSTALLED := .venv/installed-$(shell printf '%s' '$(CURDIR)' | cksum | cut -d ' ' -f 1)
+
+.PHONY: train test bench clean
+.DELETE_ON_ERROR:
+
+train: $(INSTALLED)
+	$(BIN)/phalanx run -n 2 examples/train_digits.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+bench: $(INSTALLED)
+	$(BIN)/phalanx bench
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples]'
+	touch $@
+
+clean:
+	rm -rf .venv runs build *.egg-info .pytest_cache .hypothesis

@@ -1,0 +1,126 @@
+"""Every exception that Phalanx raises for its users; the class says whose fault it is.
+
+    PhalanxError(RuntimeError)
+      +- MisuseError             you: a call that cannot be right; says what to write instead
+      +- RankMismatchError       you disagree: the ranks are in different calls
+      +- PeerError               them
+      |    +- PeerLostError      a rank's process ended or cannot be reached
+      |    +- PeerFailedError    a rank raised an exception
+      +- CollectiveTimeoutError  somebody is late: the group's timeout has passed
+      +- InternalError           us: please report it
+
+Each class builds its sentence from typed fields, so that programs read fields and people read text.
+All of them subclass RuntimeError, because code written for torch.distributed catches that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class PhalanxError(RuntimeError):
+    """Base of all errors that Phalanx raises."""
+
+    def __reduce__(self) -> tuple:
+        # Subclasses build their text from keyword fields; pickle must not call them with the text.
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(cls: type[PhalanxError], args: tuple, fields: dict) -> PhalanxError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
+class MisuseError(PhalanxError):
+    """A call that cannot be right, with what to write instead.
+
+    Fields: `what` (what happened and where), `instead` (what to write), `rank` (or None).
+    """
+
+    def __init__(self, what: str, instead: str = "", rank: int | None = None) -> None:
+        self.what, self.instead, self.rank = what, instead, rank
+        where = "" if rank is None else f"[rank {rank}] "
+        super().__init__(where + what + (f"\nInstead: {instead}" if instead else ""))
+
+
+class RankMismatchError(PhalanxError):
+    """The ranks are in different calls, so no data has moved.
+
+    Fields: `calls` (rank -> description of the call that rank is in), `rank` (who reports),
+    `hint` (the usual cause).
+    """
+
+    def __init__(self, calls: Mapping[int, str], rank: int, hint: str = "") -> None:
+        self.calls, self.rank, self.hint = dict(calls), rank, hint
+        together: dict[str, list[int]] = {}
+        for peer in sorted(self.calls):
+            together.setdefault(self.calls[peer], []).append(peer)
+        lines = [f"  {_ranks(ranks)} in {call}" for call, ranks in together.items()]
+        text = f"[rank {rank}] the ranks are in different calls; no data has moved:\n" + "\n".join(lines)
+        super().__init__(text + (f"\n{hint}" if hint else ""))
+
+
+class PeerError(PhalanxError):
+    """Another rank is the cause. Fields: `peer` (its rank), `rank` (who reports), `call`."""
+
+    peer: int
+    rank: int
+    call: str
+
+
+class PeerLostError(PeerError):
+    """A rank's process has ended, or it cannot be reached any more.
+
+    Fields: `peer`, `rank`, `call` (what this rank was doing), `detail` (host, pid, signal where known).
+    """
+
+    def __init__(self, peer: int, rank: int, call: str, detail: str = "") -> None:
+        self.peer, self.rank, self.call, self.detail = peer, rank, call, detail
+        known = f" ({detail})" if detail else ""
+        super().__init__(f"[rank {rank}] rank {peer} is gone{known}; this rank was in {call}")
+
+
+class PeerFailedError(PeerError):
+    """A rank raised an exception, so its part of the collective will never come.
+
+    Fields: `peer`, `rank`, `call`, `exception` (its type and message), `traceback` (its text).
+    """
+
+    def __init__(self, peer: int, rank: int, call: str, exception: str, traceback: str = "") -> None:
+        self.peer, self.rank, self.call = peer, rank, call
+        self.exception, self.traceback = exception, traceback
+        text = f"[rank {rank}] rank {peer} failed with {exception}; this rank was in {call}"
+        if traceback:
+            text += f"\nTraceback of rank {peer}:\n" + traceback.rstrip()
+        super().__init__(text)
+
+
+class CollectiveTimeoutError(PhalanxError):
+    """The group's timeout has passed and some ranks have not arrived.
+
+    Fields: `call`, `missing` (ranks that did not come), `rank` (who reports), `seconds`.
+    """
+
+    def __init__(self, call: str, missing: Sequence[int], rank: int, seconds: float, detail: str = "") -> None:
+        self.call, self.missing, self.rank, self.seconds = call, list(missing), rank, seconds
+        verb = "has" if len(self.missing) == 1 else "have"
+        text = f"[rank {rank}] {call} has waited {seconds:.3g} s: {_ranks(self.missing)} {verb} not arrived"
+        super().__init__(text + (f"\n{detail}" if detail else ""))
+
+
+class InternalError(PhalanxError):
+    """A state that should be impossible; please report it with the text."""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Name ranks as people do: `rank 3`, `ranks 0-2, 4`."""
+    ordered, spans = sorted(ranks), []
+    for rank in ordered:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return ("rank " if len(ordered) == 1 else "ranks ") + text

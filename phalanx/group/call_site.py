@@ -1,0 +1,41 @@
+"""Where in the user's code a collective was called, for texts: the innermost line neither torch's nor ours.
+
+A collective that another thread runs was called elsewhere: that thread is told where.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import torch
+
+_TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
+_OWN_ROOT = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+class _Told(threading.local):
+    site = ""
+
+
+_told = _Told()
+
+
+def set_for_this_thread(site: str) -> None:
+    """Answer `site` in this thread from now on."""
+    _told.site = site
+
+
+def here() -> str:
+    """Name file and line, as `train.py:12`."""
+    if _told.site:
+        return _told.site
+    frame = sys._getframe(1)
+    last = frame
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH_ROOT, _OWN_ROOT, "<")) and "/contextlib.py" not in file:
+            return f"{file}:{frame.f_lineno}"
+        last, frame = frame, frame.f_back  # type: ignore[assignment]
+    return f"{last.f_code.co_filename}:{last.f_lineno}"

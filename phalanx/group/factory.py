@@ -1,0 +1,87 @@
+"""Make a group's transport, and the rendezvous that is behind a new world."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from phalanx.errors import MisuseError, RankMismatchError
+from phalanx.group.accelerator import inner_group
+from phalanx.group.group import Group
+from phalanx.group.links import Switchboard
+from phalanx.group.messages import RING_CHANNEL, Messages
+from phalanx.group.rendezvous import meet
+from phalanx.transport.alone import Alone
+from phalanx.transport.backend import Backend
+from phalanx.transport.protocol import Transport
+from phalanx.transport.ring import Ring
+from phalanx.transport.shm import SharedMemory, arena_bytes
+
+AUTO, SHARED_MEMORY, GLOO, RING = "auto", "shared memory", "gloo", "ring"
+KINDS = (AUTO, SHARED_MEMORY, GLOO, RING)
+
+_log = logging.getLogger("phalanx")
+_process = uuid.uuid4().hex
+
+
+def connect(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Switchboard:
+    """Meet the other ranks of a new world over `store`, which may have served earlier worlds.
+
+    Collective. A launcher's store outlives the groups made from it, with the records of the last
+    meeting in it; so every world that a process makes over one store gets a prefix of its own.
+    """
+    if size == 1:
+        return meet(store, rank, size, timeout)
+    attempt = store.add(f"attempt/{rank}", 1)
+    if attempt == 1:
+        store.set(f"process/{rank}", _process)
+    elif store.get(f"process/{rank}").decode() != _process:
+        raise MisuseError(
+            f"two processes claim rank {rank} of {size}",
+            "give every process its own RANK; one job needs its own MASTER_PORT or store path", rank,
+        )  # fmt: skip
+    return meet(dist.PrefixStore(f"world-{attempt}", store), rank, size, timeout)
+
+
+def transport_for(core: Group, store: dist.Store, kind: str = AUTO) -> Transport:
+    """Make the transport for CPU tensors of `core`: the one asked for, or the best that all ranks have.
+
+    Collective. `store` is used only where the data does not go through shared memory.
+    """
+    if kind not in KINDS:
+        raise MisuseError(f"transport={kind!r}", f"one of {', '.join(map(repr, KINDS))}", core.rank)
+    if core.size == 1:
+        return Alone()
+    can_share = core.same_host and hasattr(os, "memfd_create")
+    said = [json.loads(answer) for answer in core.exchange(json.dumps([kind, can_share]).encode())]
+    if any(other != kind for other, _ in said):
+        raise RankMismatchError(
+            {rank: f"making a group with transport={other!r}" for rank, (other, _) in enumerate(said)}, core.rank,
+            "Every rank must ask for the same transport.",
+        )  # fmt: skip
+    everywhere = all(can for _, can in said)
+    if kind == SHARED_MEMORY and not everywhere:
+        raise MisuseError("transport='shared memory' for ranks on several hosts", "transport='auto'", core.rank)
+    if kind in (AUTO, SHARED_MEMORY) and everywhere:
+        return SharedMemory(core.rank, core.size, core.arena(arena_bytes(core.size)))
+    if kind == RING:
+        return Ring(core.rank, core.size, Messages(core, RING_CHANNEL))
+    if kind == AUTO and core.rank == 0:
+        _say_once("CPU tensors travel over gloo: not all ranks of %s are on one host and share memory", core.name)
+    timeout = timedelta(seconds=core.timeout)
+    store = dist.PrefixStore("gloo", store)
+    return Backend(inner_group("gloo", store, core.rank, core.size, timeout, core.members), "gloo")
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str, name: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        _log.info(text, f"group {name}")

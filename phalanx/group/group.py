@@ -1,0 +1,399 @@
+"""A group of ranks that agree, move and commit: every collective of Phalanx goes through here.
+
+    agree   every rank hands every other its ticket; different signatures raise on all ranks
+    move    the transport posts and reads; its fences after the first are empty commit frames
+    commit  the last fence: from there on the result counts
+
+A rank takes part in one collective of a group at a time (a lock keeps threads apart); different groups
+are independent of each other and share the links.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from phalanx.errors import CollectiveTimeoutError, InternalError, MisuseError, RankMismatchError
+from phalanx.group import call_site, dtypes, rank_zero_block, ticket
+from phalanx.group.links import COMMIT, DESCRIBE, HEADER, PAYLOAD, TICKET, Link, Switchboard
+from phalanx.group.ticket import SIGNATURE, Operation
+from phalanx.transport.protocol import Transport
+from phalanx.transport.reductions import Reduction
+
+_REDUCTIONS = {int(reduction): reduction.name for reduction in Reduction}
+_EXPLAIN_SECONDS = 2.0
+_WAIT_COUNTS_FROM = 20e-6
+
+
+Handler = Callable[[list[bytes], Callable[[], object]], None]
+_NOT_TO_FOLLOW = {Operation.ARENA, Operation.WRAP, Operation.ALL_TO_ALL, Operation.ALL_REDUCE_SPARSE}
+
+
+class Group:
+    """Some ranks of one Switchboard, in an order of their own.
+
+    `members` are ranks of the world that the links span; a rank of the group is a place in it. `name`
+    must be equal on all members and new for every group of the world.
+    """
+
+    def __init__(self, board: Switchboard, members: Sequence[int], name: str, timeout: float) -> None:
+        self.board, self.members, self.name, self.timeout = board, tuple(members), name, timeout
+        self.size = len(self.members)
+        self.rank = self.members.index(board.rank)
+        self.channel = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
+        self.sequence = 0
+        self.lock = threading.RLock()
+        self._taking = threading.Lock()
+        self.same_host = True
+        self.wait_seconds = 0.0
+        self._peers: list[tuple[int, Link, deque]] = []
+        for place, member in enumerate(self.members):
+            if member != board.rank:
+                link = board.links[member]
+                self._peers.append((place, link, link.boxes[self.channel]))
+                self.same_host = self.same_host and link.same_host
+        self.links = [link for _, link, _ in self._peers]
+        self._doing: bytes = b""
+        self.followers: tuple[int, ...] = ()
+        self.throws_when_joined = False
+        self.models_numbered = 0
+        self.transport: Transport | None = None
+        self.handlers: dict[tuple[int, int], Handler] = {}
+        board.groups.add(self)
+
+    def __str__(self) -> str:
+        """What this rank is doing in this group right now, and where in the user's code."""
+        what = ticket.describe(self._doing, dtypes.NAMES, _REDUCTIONS) if self._doing else "no call"
+        return f"{what} at {call_site.here()}"
+
+    # -- agree ---------------------------------------------------------------------------------------
+
+    def collective(self, wire: bytes) -> Collective:
+        """Begin one collective whose encoded ticket is `wire`. Use as a context; call it to fence."""
+        return Collective(self, wire)
+
+    def tickets(self, wire: bytes) -> list[bytes]:
+        """Exchange tickets and return those of all ranks, in rank order.
+
+        Raises RankMismatchError on every rank if the signatures differ, PeerLostError and PeerFailedError
+        when a rank can no longer come, CollectiveTimeoutError after the group's timeout.
+        """
+        block = rank_zero_block.current()
+        if block is not None and self.size > 1:
+            name = ticket.describe(wire, dtypes.NAMES, _REDUCTIONS)
+            raise MisuseError(
+                f"{name} inside {block}, which only rank 0 runs: it would wait for ranks that never come",
+                f"call it outside of {block}, on every rank", self.rank,
+            )  # fmt: skip
+        self.sequence += 1
+        self._doing = wire
+        got = [wire] * self.size
+        self._round(TICKET, wire, got)
+        return self._compared(got)
+
+    def _compared(self, got: list[bytes]) -> list[bytes]:
+        mine = got[self.rank][: SIGNATURE.size]
+        if self.followers:
+            self.followers = ()
+        for other in got:
+            if other[: SIGNATURE.size] != mine:
+                self._compare_active(got)
+                break
+        return got
+
+    def _compare_active(self, got: list[bytes]) -> None:
+        """Compare the tickets of those who are in a call of their own; note who only follows."""
+        following = [place for place, wire in enumerate(got) if ticket.follows(wire)]
+        active = [place for place in range(self.size) if place not in following]
+        calls = {got[place][: SIGNATURE.size] for place in active}
+        if len(calls) > 1:
+            self._mismatch(got)
+        self.followers = tuple(following)
+        if not active or not following:
+            return
+        if self.throws_when_joined and self.rank in active:
+            raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+        call = ticket.decode(got[active[0]])
+        rooted = call.operation in (Operation.BROADCAST, Operation.SCATTER) and call.tag == 0
+        if call.operation in _NOT_TO_FOLLOW or (rooted and call.root in following):
+            told = {p: ticket.describe(got[p], dtypes.NAMES, _REDUCTIONS) for p in active}
+            told |= {p: "no call: it has run out of data and follows the others" for p in following}
+            told[self.rank] += f" at {call_site.here()}" if self.rank in active else ""
+            raise RankMismatchError(told, self.rank, "Make this call before or after join(), or while all ranks run.")
+
+    def begin_following(self, wire: bytes) -> None:
+        """Send the ticket of a rank that takes part in whatever comes next; see follow.py. Hold the lock."""
+        self.sequence += 1
+        self._doing = wire
+        self._send(TICKET, wire)
+
+    def has_begun(self) -> bool:
+        """Whether some other rank's ticket for the next collective is here."""
+        return any(
+            box and box[0][0] == TICKET and box[0][1] > self.sequence for _, _, box in self._peers
+        )
+
+    def has_arrived(self) -> bool:
+        """Whether every other rank's ticket for the present collective is here."""
+        return all(box and box[-1][1] >= self.sequence for _, _, box in self._peers)
+
+    def finish_following(self, wire: bytes) -> list[bytes]:
+        """The tickets of all ranks, once begin_following has sent this one's."""
+        got = [wire] * self.size
+        self._collect(TICKET, got)
+        return self._compared(got)
+
+    def fence(self) -> None:
+        """Return when every rank has made this call as often as this one."""
+        self.sequence += 1
+        self._round(COMMIT, b"", None)
+
+    def posting_fence(self) -> None:
+        """The fence after tickets of which some only follow: those learn from the tickets what to post.
+
+        It takes two numbers: what was posted before the tickets' fence is read after this one, and the
+        parity of a fence's number tells transports where to post.
+        """
+        self.sequence += 1
+        self.fence()
+
+    def _round(self, kind: int, payload: bytes, got: list[bytes] | None) -> None:
+        self._send(kind, payload)
+        self._collect(kind, got)
+
+    def _send(self, kind: int, payload: bytes) -> None:
+        frame = HEADER.pack(len(payload), kind, self.channel, self.sequence) + payload
+        for link in self.links:
+            link.send(frame, self.board)
+
+    def _collect(self, kind: int, got: list[bytes] | None) -> None:
+        board, sequence = self.board, self.sequence
+        started = time.perf_counter()
+        deadline = 0.0
+        for place, link, box in self._peers:
+            while True:
+                if not box:
+                    deadline = deadline or time.monotonic() + self.timeout
+                    if not board.wait(link, box, self.links, deadline, self):
+                        self._late()
+                kind_got, sequence_got, payload_got = box.popleft()
+                if sequence_got >= sequence:  # older ones are left from a collective that raised
+                    break
+            if kind_got != kind or sequence_got != sequence:
+                raise self._out_of_step(place, kind_got, sequence_got, payload_got)
+            if got is not None:
+                got[place] = payload_got
+        waited = time.perf_counter() - started
+        if waited > _WAIT_COUNTS_FROM:
+            self.wait_seconds += waited
+
+    def _out_of_step(self, place: int, kind: int, sequence: int, payload: bytes) -> Exception:
+        other = f"step {sequence} of this group"
+        if kind == TICKET:
+            other = f"{ticket.describe(payload, dtypes.NAMES, _REDUCTIONS)}, {other}"
+        elif kind == DESCRIBE:
+            other = payload.decode()
+        calls = {self.rank: f"{self}, step {self.sequence} of this group", place: other}
+        return RankMismatchError(calls, self.rank, "One of them has left a collective by an exception and gone on.")
+
+    def _late(self) -> None:
+        missing = [place for place, _, box in self._peers if not box]
+        raise CollectiveTimeoutError(str(self), missing, self.rank, self.timeout)
+
+    def _mismatch(self, got: list[bytes]) -> None:
+        """Tell the others in words where this rank is, hear the same from them, raise."""
+        said = str(self)
+        frame = HEADER.pack(len(said.encode()), DESCRIBE, self.channel, self.sequence) + said.encode()
+        calls = {place: ticket.describe(wire, dtypes.NAMES, _REDUCTIONS) for place, wire in enumerate(got)}
+        calls[self.rank] = said
+        for link in self.links:
+            link.send(frame, self.board)
+        deadline = time.monotonic() + _EXPLAIN_SECONDS
+        for place, link, box in self._peers:
+            try:
+                heard = self.board.wait(link, box, self.links, deadline, self)
+            except RuntimeError:
+                break  # a peer that ends right after its own error: its ticket says enough
+            if heard and box[0][0] == DESCRIBE:
+                calls[place] = box.popleft()[2].decode()
+        raise RankMismatchError(calls, self.rank, _hint(got))
+
+    # -- shared memory -------------------------------------------------------------------------------
+
+    def arena(self, size: int) -> mmap.mmap:
+        """Make shared memory of `size` bytes. Every rank of the group, all on one host."""
+        with self.lock:
+            self.tickets(ticket.plain(Operation.ARENA, 0, 0, size, 0))
+            key = self.channel.to_bytes(8, "little") + self.sequence.to_bytes(8, "little")
+            if self.rank == 0:
+                descriptor = os.memfd_create("phalanx")
+                os.ftruncate(descriptor, size)
+                for link in self.links:
+                    socket.send_fds(link.side, [key], [descriptor])
+            else:
+                descriptor = self._descriptor(self.board.links[self.members[0]], key)
+            try:
+                return mmap.mmap(descriptor, size)
+            finally:
+                os.close(descriptor)
+
+    def _descriptor(self, link: Link, key: bytes) -> int:
+        deadline = time.monotonic() + self.timeout
+        while True:
+            with link.side_lock:
+                if key in link.descriptors:
+                    return link.descriptors.pop(key)
+                link.side.settimeout(0.2)
+                try:
+                    name, descriptors, _, _ = socket.recv_fds(link.side, 16, 1)
+                except TimeoutError:
+                    name, descriptors = b"", []
+                if descriptors:
+                    link.descriptors[name] = descriptors[0]
+                    continue
+            if name == b"" and link.lost is None:
+                link.pump()
+            if link.lost or link.failed or link.left or time.monotonic() > deadline:
+                self.board.wait(link, deque(), self.links, 0.0, self)
+                self._late()
+
+    # -- bytes ---------------------------------------------------------------------------------------
+
+    def exchange(self, payload: bytes, tag: int = 0, operation: Operation = Operation.EXCHANGE) -> list[bytes]:
+        """Give `payload` to every rank and return everybody's, in rank order. For small things."""
+        with self.lock:
+            got = self.tickets(ticket.plain(operation, 0, 0, 0, -1, tag) + payload)
+            return [b"" if ticket.follows(wire) else ticket.extra(wire) for wire in got]
+
+    def put(self, place: int, channel_tag: int, payload: bytes) -> None:
+        """Send `payload` to one rank; it waits there until taken. Not a collective."""
+        link = self.board.links[self.members[place]]
+        channel = self.channel ^ _POINT_TO_POINT
+        link.send(HEADER.pack(len(payload), PAYLOAD, channel, channel_tag) + payload, self.board)
+
+    def take(self, places: Sequence[int], tag: int, timeout: float | None = None) -> tuple[int, bytes]:
+        """Wait for a payload with `tag` from any of `places`; return who sent it and the payload."""
+        links = [(place, self.board.links[self.members[place]]) for place in places]
+        watched = [link for _, link in links]
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        what = _Receiving(list(places), tag)
+        while True:
+            before = [len(link.boxes[self.channel ^ _POINT_TO_POINT]) for link in watched]
+            with self._taking:
+                for place, link in links:
+                    box = link.boxes[self.channel ^ _POINT_TO_POINT]
+                    for at, (_, sequence, payload) in enumerate(list(box)):
+                        if sequence == tag:
+                            del box[at]
+                            return place, payload
+            # Other threads may take from these boxes too: never sleep long on a count alone. With
+            # several sources, look at each in turn.
+            share = min(deadline, time.monotonic() + (0.05 if len(links) == 1 else 0.002))
+            for link, count in zip(watched, before, strict=True):
+                box = link.boxes[self.channel ^ _POINT_TO_POINT]
+                self.board.wait(link, _Grown(box, count), watched, share, what)
+            if time.monotonic() > deadline:
+                raise CollectiveTimeoutError(str(what), what.places, self.rank, self.timeout)
+
+    def close(self) -> None:
+        """Forget what has come for this group. The links belong to the world and stay."""
+        for _, link, _ in self._peers:
+            link.boxes.pop(self.channel, None)
+
+
+_POINT_TO_POINT = 1 << 63
+
+
+class _Grown:
+    """True once a box holds more than it did: to wait for a frame that is not the first in its box."""
+
+    def __init__(self, box: deque, before: int) -> None:
+        self._box, self._before = box, before
+
+    def __bool__(self) -> bool:
+        return len(self._box) > self._before
+
+
+class _Receiving:
+    """What a rank in recv is doing, in words."""
+
+    def __init__(self, places: list[int], tag: int) -> None:
+        self.places, self._tag = places, tag
+
+    def __str__(self) -> str:
+        source = f"src={self.places[0]}" if len(self.places) == 1 else "any source"
+        return f"recv({source}, tag={self._tag}) at {call_site.here()}"
+
+
+class Collective:
+    """One collective in progress: a fence that compares tickets the first time it is called."""
+
+    def __init__(self, group: Group, wire: bytes) -> None:
+        self._group, self._wire = group, wire
+        self.got: list[bytes] | None = None
+
+    @property
+    def step(self) -> int:
+        """The number of the coming fence, equal on all ranks: each round checks it."""
+        return self._group.sequence + 1
+
+    def __enter__(self) -> Collective:
+        self._group.lock.acquire()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.got is None and error is None:
+            self._group.lock.release()
+            raise InternalError("a collective ended without a fence")
+        self._group.lock.release()
+
+    def __call__(self) -> list[bytes]:
+        """Fence. Returns the tickets of all ranks."""
+        if self.got is None:
+            self.got = self._group.tickets(self._wire)
+            if self._group.followers:
+                self._group.posting_fence()
+        else:
+            self._group.fence()
+        return self.got
+
+
+class Following:
+    """The fences of a rank that follows, from the posting fence on."""
+
+    def __init__(self, group: Group) -> None:
+        self._group, self._posted = group, False
+
+    @property
+    def step(self) -> int:
+        """What is posted first belongs to the tickets' fence, which has passed."""
+        return self._group.sequence + self._posted
+
+    def __call__(self) -> None:
+        """Fence."""
+        if self._posted:
+            self._group.fence()
+        else:
+            self._posted = True
+            self._group.posting_fence()
+
+
+def _hint(wires: Sequence[bytes]) -> str:
+    kinds = {ticket.decode(wire).operation for wire in wires}
+    if Operation.GRADIENTS in kinds and len(kinds) > 1:
+        return (
+            "Usual causes: ranks with different numbers of batches (write `with ddp.join():` around the loop), "
+            "no_sync() on some ranks only, a collective in code that only some ranks run."
+        )
+    if kinds == {Operation.GRADIENTS}:
+        return "Usual cause: two wrapped models whose backwards run in a different order on some ranks."
+    if len(kinds) > 1:
+        return "Usual cause: a branch that some ranks take and others do not, around one of these calls."
+    return "Every rank must pass the same number of elements, dtype, operation and root."

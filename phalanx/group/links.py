@@ -1,0 +1,400 @@
+"""Sockets between the ranks: one Link for each pair of processes, one Switchboard for each process.
+
+Frames of all groups share a link; a frame names its channel (a group) and its place in that channel's
+sequence, and lands in the channel's inbox whichever thread happens to read it. Three rules keep this
+free of deadlock:
+
+- a send that finds the socket full goes on reading, from every link, until there is room;
+- a thread that waits either reads itself or sleeps until the reader has put something in an inbox;
+- a link that breaks, or whose peer says FAILED, raises an alarm that every waiting thread checks.
+
+Waiting spins on non-blocking reads for a few microseconds (only where ranks do not outnumber cores),
+then blocks in poll(). Nobody spins on shared memory: the socket calls are the memory barrier.
+
+A link has a second socket, the side, for descriptors: ancillary data must not meet the frame reader.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sized
+from types import TracebackType
+from typing import Any
+
+from phalanx.errors import MisuseError, PeerError, PeerFailedError, PeerLostError, RankMismatchError
+
+HEADER = struct.Struct("<IB3xQQ")  # payload length, kind, channel, sequence
+TICKET, COMMIT, DESCRIBE, PAYLOAD, FAILED, LEAVING = range(1, 7)
+_READ_BYTES = 1 << 18
+_SPIN_SECONDS = 200e-6
+
+Frame = tuple[int, int, bytes]  # kind, sequence, payload
+
+
+class Link:
+    """The connection to one other rank. `peer` is its rank in the world that the links span."""
+
+    def __init__(self, peer: int, sock: socket.socket, side: socket.socket, same_host: bool, about: str) -> None:
+        self.peer, self.same_host, self.about = peer, same_host, about
+        self.sock, self.side = sock, side
+        self.boxes: defaultdict[int, deque[Frame]] = defaultdict(deque)
+        self.lost: str | None = None  # why the connection ended without a word
+        self.failed: dict[str, Any] | None = None  # what the peer's FAILED frame said
+        self.left = False  # the peer said LEAVING
+        self.descriptors: dict[bytes, int] = {}
+        self.side_lock = threading.Lock()
+        self._reading, self.sending = threading.Lock(), threading.Lock()
+        self._rest = b""  # the beginning of a frame whose header is not complete yet
+        self._pieces: list[bytes] = []  # a frame whose payload is not complete yet
+        self._missing = 0
+        sock.setblocking(False)
+        side.setblocking(True)
+
+    def pump(self) -> int:
+        """Read what has come without waiting; return how many frames. Another reader is left alone."""
+        if not self._reading.acquire(False):
+            return 0
+        try:
+            missing = self._missing
+            data = self.sock.recv(missing if missing > 0 else _READ_BYTES)
+            if data:
+                if missing > 0:
+                    return self._collect(data)
+                return self._dispatch(self._rest + data if self._rest else data)
+            self.lost = self.lost or "its process ended"
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.lost = self.lost or (error.strerror or "the connection broke").lower()
+        finally:
+            self._reading.release()
+        return 0
+
+    def _dispatch(self, data: bytes) -> int:
+        at, end, frames, header = 0, len(data), 0, HEADER.size
+        while end - at >= header:
+            length, kind, channel, sequence = HEADER.unpack_from(data, at)
+            if end - at < header + length:
+                break
+            payload = data[at + header : at + header + length]
+            at += header + length
+            frames += 1
+            if kind == FAILED:
+                self.failed = json.loads(payload)
+            elif kind == LEAVING:
+                self.left = True
+            else:
+                self.boxes[channel].append((kind, sequence, payload))
+        rest = data[at:] if at < end else b""
+        if len(rest) >= header:
+            # A large payload arrives in many reads: collect the pieces, join them once.
+            self._missing = header + HEADER.unpack_from(rest)[0] - len(rest)
+            self._pieces = [rest]
+            rest = b""
+        self._rest = rest
+        return frames
+
+    def _collect(self, data: bytes) -> int:
+        self._pieces.append(data)
+        self._missing -= len(data)
+        if self._missing > 0:
+            return 0
+        whole, self._pieces = b"".join(self._pieces), []
+        return self._dispatch(whole)
+
+    def send(self, data: bytes, board: Switchboard) -> None:
+        """Write one frame whole. A broken connection is noted, and raised by whoever waits."""
+        with self.sending:
+            try:
+                sent = self.sock.send(data)
+                if sent == len(data):
+                    return
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                self._broken(error, board)
+                return
+            self._send_rest(memoryview(data)[sent:], board)
+
+    def _send_rest(self, rest: memoryview, board: Switchboard) -> None:
+        while rest:
+            board.wait_writable(self.sock)
+            try:
+                rest = rest[self.sock.send(rest) :]
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                self._broken(error, board)
+                return
+
+    def _broken(self, error: OSError, board: Switchboard) -> None:
+        self.pump()  # its last words may still be there
+        self.lost = self.lost or (error.strerror or "the connection broke").lower()
+        board.alarm = True
+
+    def close(self) -> None:
+        """Close both sockets (never shut down: a forked child shares the connection)."""
+        self.sock.close()
+        self.side.close()
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
+        self.descriptors.clear()
+
+
+class Switchboard:
+    """All links of one rank, and the waiting on them."""
+
+    def __init__(self, rank: int, size: int, spin: bool) -> None:
+        self.rank, self.size = rank, size
+        self.links: dict[int, Link] = {}
+        self.groups: weakref.WeakSet[Any] = weakref.WeakSet()  # the Groups that use these links
+        self.alarm = False
+        self.closed = ""
+        self.owner = os.getpid()
+        self._spin = _SPIN_SECONDS if spin else 0.0
+        self._turn = threading.Condition()
+        self._leading = False
+        self._poll = select.poll()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll.register(self._wake_read, select.POLLIN)
+        self._by_descriptor: dict[int, Link] = {}
+        _BOARDS.add(self)
+
+    def add(self, link: Link) -> None:
+        """Take a new link into service."""
+        self.links[link.peer] = link
+        self._by_descriptor[link.sock.fileno()] = link
+        self._poll.register(link.sock, select.POLLIN)
+
+    def set_spin(self, spin: bool) -> None:
+        """Allow or forbid spinning before blocking."""
+        self._spin = _SPIN_SECONDS if spin else 0.0
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def wait(self, link: Link, box: Sized, members: Iterable[Link], deadline: float, call: Any) -> bool:
+        """Wait until `box`, an inbox of `link`, holds a frame; False if the deadline passes first.
+
+        Raises PeerLostError, PeerFailedError or RankMismatchError when the frame can never come, and
+        when any of `members` is lost or has failed. `call` is what this rank is doing, for the texts.
+        """
+        now = time.perf_counter
+        limit = now() + self._spin
+        while not box:
+            if self.closed:
+                raise MisuseError(self.closed, rank=self.rank)
+            frames = link.pump()
+            if frames:
+                if frames > 1 or not box:
+                    self.wake()  # some of them are for other threads
+                if box:
+                    return True
+            if self.alarm or link.lost or link.failed or link.left:
+                self._check(link, box, members, call)
+                if box:
+                    return True
+            if now() >= limit:
+                return self._sleep(link, box, members, deadline, call)
+        return True
+
+    def _sleep(self, link: Link, box: Sized, members: Iterable[Link], deadline: float, call: Any) -> bool:
+        while True:
+            with self._turn:
+                while self._leading and not box:
+                    self._turn.wait(0.05)
+                if box:
+                    return True
+                self._leading = True
+            try:
+                remaining = deadline - time.monotonic()
+                if remaining > 0 and not box:
+                    self._read_ready(remaining)
+            finally:
+                with self._turn:
+                    self._leading = False
+                    self._turn.notify_all()
+            if box:
+                return True
+            if self.closed:
+                raise MisuseError(self.closed, rank=self.rank)
+            if self.alarm:
+                self._check(link, box, members, call)
+            if not box and remaining <= 0:
+                return False
+
+    def _read_ready(self, seconds: float) -> None:
+        for descriptor, _ in self._poll.poll(min(seconds, 10.0) * 1000):
+            if descriptor == self._wake_read:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+                continue
+            link = self._by_descriptor.get(descriptor)
+            if link is None:
+                continue
+            link.pump()
+            if link.lost:
+                self._retire(link)
+            if link.lost or link.failed or link.left:
+                self.alarm = True
+
+    def _retire(self, link: Link) -> None:
+        with contextlib.suppress(KeyError, ValueError, OSError):
+            self._poll.unregister(link.sock)
+
+    def pump_all(self) -> None:
+        """Read what has come on every link, and wake whoever sleeps."""
+        for link in list(self.links.values()):
+            if not link.lost:
+                link.pump()
+            if link.lost or link.failed or link.left:
+                self.alarm = True
+        self.wake()
+
+    def wait_for_news(self, links: Iterable[Link], seconds: float, call: Any) -> None:
+        """Read what comes on any link within `seconds`; raise if one of `links` is lost or has failed."""
+        self._read_ready(seconds)
+        if self.alarm:
+            for link in links:
+                if link.lost or link.failed:
+                    self._check(link, (), links, call)
+
+    def wake(self) -> None:
+        """Wake the thread that blocks in poll, because an inbox was filled by another thread."""
+        if self._leading:
+            with contextlib.suppress(OSError):
+                os.write(self._wake_write, b"x")
+
+    def wait_writable(self, sock: socket.socket) -> None:
+        """Block until `sock` takes more bytes, reading from every link meanwhile."""
+        readers = [link.sock for link in self.links.values() if not link.lost]
+        select.select(readers, [sock], [], 1.0)
+        self.pump_all()
+
+    # -- faults ----------------------------------------------------------------------------------
+
+    def _check(self, awaited: Link, box: Sized, members: Iterable[Link], call: Any) -> None:
+        members = list(members)
+        for link in members:
+            if not link.lost:
+                link.pump()
+        if box:
+            return
+        said = str(call)
+        failed = [link for link in members if link.failed and "cause" not in link.failed]
+        lost = [link for link in members if link.lost and not link.left and not link.failed]
+        victims = [link for link in members if link.failed and "cause" in link.failed]
+        if failed:
+            report = failed[0].failed or {}
+            raise PeerFailedError(failed[0].peer, self.rank, said, report["exception"], report["traceback"])
+        if lost:
+            raise PeerLostError(lost[0].peer, self.rank, said, f"{lost[0].about}: {lost[0].lost}")
+        if victims:
+            raise self._same_cause((victims[0].failed or {})["cause"], victims[0], said)
+        if awaited.left or awaited.lost:
+            calls = {self.rank: said, awaited.peer: "nothing any more: it has finished and left"}
+            raise RankMismatchError(
+                calls, self.rank,
+                "Usual cause: that rank made fewer calls, for instance because it had fewer batches. "
+                "Instead: give every rank the same number, or write `with ddp.join():` around the loop.",
+            )  # fmt: skip
+
+    def _same_cause(self, cause: dict[str, Any], told_by: Link, call: str) -> PeerError:
+        """The error that names the first cause, told by a rank that only suffered from it."""
+        peer = cause["peer"] if cause["peer"] != self.rank else told_by.peer
+        if cause["kind"] == "lost":
+            return PeerLostError(peer, self.rank, call, cause["detail"])
+        return PeerFailedError(peer, self.rank, call, cause["exception"], cause["traceback"])
+
+    def fail(self, error: BaseException) -> None:
+        """Tell every other rank that this one has raised `error`."""
+        report: dict[str, Any] = {
+            "exception": "".join(traceback.format_exception_only(type(error), error)).strip()[:4000],
+            "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__))[-16000:],
+        }
+        if isinstance(error, PeerLostError):
+            report["cause"] = {"kind": "lost", "peer": error.peer, "detail": error.detail}
+        elif isinstance(error, PeerFailedError):
+            report["cause"] = {
+                "kind": "failed", "peer": error.peer, "exception": error.exception, "traceback": error.traceback,
+            }  # fmt: skip
+        self._farewell(FAILED, json.dumps(report).encode())
+
+    def _farewell(self, kind: int, payload: bytes) -> None:
+        if self.closed or self.owner != os.getpid():
+            return
+        frame = HEADER.pack(len(payload), kind, 0, 0) + payload
+        for link in self.links.values():
+            if link.lost or not link.sending.acquire(timeout=0.2):
+                continue
+            try:
+                link.sock.settimeout(0.2)  # a farewell may wait a little, never hang
+                link.sock.sendall(frame)
+                link.sock.setblocking(False)
+            except OSError:
+                link.lost = link.lost or "it has closed the connection"
+            finally:
+                link.sending.release()
+
+    def leave(self, reason: str = "the process group has been shut down") -> None:
+        """Say LEAVING and close every link. Only the owning process; harmless when repeated."""
+        if self.closed:
+            return
+        self._farewell(LEAVING, b"")
+        self.close(reason)
+
+    def close(self, reason: str) -> None:
+        """Close every link without a word."""
+        if self.closed:
+            return
+        self.closed = reason
+        self.wake()
+        for link in self.links.values():
+            link.close()
+        with contextlib.suppress(OSError):
+            os.close(self._wake_write)
+            os.close(self._wake_read)
+
+
+_BOARDS: weakref.WeakSet[Switchboard] = weakref.WeakSet()
+
+
+def announce_failure(error: BaseException) -> None:
+    """Tell every rank that this process is linked to that it has raised `error`."""
+    for board in list(_BOARDS):
+        board.fail(error)
+
+
+def _on_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    if not issubclass(kind, (SystemExit,)):
+        announce_failure(error.with_traceback(where))
+    _previous_hook(kind, error, where)
+
+
+def _at_exit() -> None:
+    for board in list(_BOARDS):
+        if board.owner == os.getpid():
+            board.leave("the process is ending")
+
+
+def _in_forked_child() -> None:
+    # A child (a DataLoader worker, say) must not keep a dead rank's connections open.
+    for board in list(_BOARDS):
+        board.close(f"this process was forked from rank {board.rank} and is no rank itself")
+
+
+_previous_hook = sys.excepthook
+sys.excepthook = _on_uncaught
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_in_forked_child)

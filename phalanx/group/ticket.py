@@ -1,0 +1,137 @@
+"""The ticket: what one rank says to every other before a collective moves data. Pure.
+
+A ticket has two parts. The *signature* (operation, reduce op, dtype, element count, root, tag) must be
+equal on all ranks; equal bytes are equal calls, so the usual check is one comparison of 32 bytes. The
+*personal* part (state, weights, bitmap of used parameters, free bytes) is what only this rank knows.
+The generation and the group are in the frame that carries the ticket (see links.py): a ticket of another
+generation goes to another channel and can never be taken for one of this generation.
+
+    wire = SIGNATURE (32 bytes) | PERSONAL (24 bytes) | bitmap | extra
+
+Nothing here knows sockets, torch or the clock.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SIGNATURE = struct.Struct("<BBBxiQQ8x")
+PERSONAL = struct.Struct("<BBHIdd")
+
+
+class Operation(enum.IntEnum):
+    """What a collective does; the names are those of torch.distributed."""
+
+    FOLLOW = 0  # no call of its own: takes part in whatever the others do
+    ALL_REDUCE = 1
+    BROADCAST = 2
+    ALL_GATHER = 3
+    REDUCE_SCATTER = 4
+    REDUCE = 5
+    GATHER = 6
+    SCATTER = 7
+    ALL_TO_ALL = 8
+    BARRIER = 9
+    GRADIENTS = 10  # one flush of a reducer's buckets
+    WRAP = 11  # comparing the models when they are wrapped
+    ARENA = 12  # making shared memory
+    EXCHANGE = 13  # bytes from every rank to every rank
+    MONITORED_BARRIER = 14
+    ALL_REDUCE_SPARSE = 15  # all_reduce of a sparse tensor
+
+
+class State(enum.IntEnum):
+    """What this rank brings to the collective."""
+
+    ACTIVE = 0
+    JOINED = 1  # out of data: follows the others, contributes nothing
+    SKIPPING = 2  # has nothing for this step only
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What one rank is about to do.
+
+    `count` is in elements, `dtype` is a code of phalanx.group.dtypes, `tag` tells calls of one kind
+    apart (a reducer's plan hash, say), `unit` and `total` are the weights of the gradient (see
+    reduce/policy.py), `bitmap` holds one bit per parameter that this rank produced.
+    """
+
+    operation: Operation
+    reduction: int = 0
+    dtype: int = 0
+    count: int = 0
+    root: int = -1
+    tag: int = 0
+    state: State = State.ACTIVE
+    weighed: bool = False
+    unit: float = 1.0
+    total: float = 1.0
+    bitmap: bytes = b""
+    extra: bytes = b""
+
+    def signature(self) -> bytes:
+        """The part that must be equal on all ranks, as bytes."""
+        return SIGNATURE.pack(self.operation, self.reduction, self.dtype, self.root, self.count, self.tag)
+
+    def encode(self) -> bytes:
+        """The whole ticket as bytes."""
+        return (
+            self.signature()
+            + PERSONAL.pack(self.state, self.weighed, 0, len(self.bitmap), self.unit, self.total)
+            + self.bitmap
+            + self.extra
+        )
+
+
+def decode(wire: bytes) -> Ticket:
+    """Read a ticket back from its bytes."""
+    operation, reduction, dtype, root, count, tag = SIGNATURE.unpack_from(wire)
+    state, weighed, _, bits, unit, total = PERSONAL.unpack_from(wire, SIGNATURE.size)
+    start = SIGNATURE.size + PERSONAL.size
+    return Ticket(
+        Operation(operation), reduction, dtype, count, root, tag,
+        State(state), bool(weighed), unit, total, wire[start : start + bits], wire[start + bits :],
+    )  # fmt: skip
+
+
+def plain(operation: int, reduction: int, dtype: int, count: int, root: int, tag: int = 0) -> bytes:
+    """Encode an ACTIVE ticket without weights: the hot path, without building a Ticket first."""
+    return SIGNATURE.pack(operation, reduction, dtype, root, count, tag) + _ACTIVE
+
+
+_ACTIVE = PERSONAL.pack(State.ACTIVE, False, 0, 0, 1.0, 1.0)
+
+
+def extra(wire: bytes) -> bytes:
+    """The free bytes at the end of an encoded ticket."""
+    bits = PERSONAL.unpack_from(wire, SIGNATURE.size)[3]
+    return wire[SIGNATURE.size + PERSONAL.size + bits :]
+
+
+def follows(wire: bytes) -> bool:
+    """Whether an encoded ticket is that of a rank without a call of its own."""
+    return wire[SIGNATURE.size] != State.ACTIVE
+
+
+def describe(wire: bytes, dtype_names: Mapping[int, str], reduction_names: Mapping[int, str]) -> str:
+    """Say in words what an encoded ticket's rank is doing, as people write the call."""
+    t = decode(wire)
+    name = t.operation.name.lower()
+    if t.operation is Operation.FOLLOW:
+        return "no call: it has run out of data and follows the others"
+    if t.operation is Operation.GRADIENTS:
+        return f"the gradient synchronisation of a backward ({t.count} elements, model {t.tag & 0xFFFF:04x})"
+    if t.operation is Operation.WRAP:
+        return "DistributedDataParallel(...)"
+    arguments = []
+    if t.count:
+        arguments.append(f"{t.count} x {dtype_names.get(t.dtype, 'bytes')}")
+    if t.reduction:
+        arguments.append(f"op={reduction_names.get(t.reduction, t.reduction)}")
+    if t.root >= 0:
+        arguments.append(f"root={t.root}")
+    return f"{name}({', '.join(arguments)})"

@@ -1,0 +1,206 @@
+"""The first code of a rank: tie its life to the launcher, run the user's script, record how it failed.
+
+The launcher starts `python -u bootstrap.py RUN_DIR RANK LAUNCHER_PID script|module TARGET ARGS...` by
+path, so that nothing of the current directory can take its place, and it imports the standard library
+only. The script must not be able to tell: sys.argv, sys.path[0] and __main__ are what plain `python
+TARGET ARGS` would give it, and errors end the process as they would there. What is added is a record
+of the uncaught exception in RUN_DIR, from which the launcher finds the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib.machinery
+import io
+import json
+import os
+import pkgutil
+import runpy
+import signal
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator
+
+# On this signal a rank writes the Python stacks of its threads to RUN_DIR. A real-time signal, because
+# scripts and schedulers give SIGUSR1 and SIGUSR2 meanings of their own.
+STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_PEER_ERROR = ("phalanx.errors", "PeerError")
+
+
+def record_path(run_dir: str, rank: int) -> str:
+    """Where a rank records how it failed."""
+    return os.path.join(run_dir, f"rank-{rank}.json")
+
+
+def stack_path(run_dir: str, rank: int) -> str:
+    """Where a rank writes its stacks on STACK_SIGNAL."""
+    return os.path.join(run_dir, f"rank-{rank}.stack")
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when the thread that started it ends; end now if it has ended."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Ask the kernel to make orphaned descendants children of this process, so that it can reap them."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def enable_stacks(run_dir: str, rank: int) -> None:
+    """Print Python stacks on a crash, and write them to RUN_DIR when the launcher asks."""
+    try:
+        faulthandler.enable()
+    except (AttributeError, ValueError, io.UnsupportedOperation):
+        pass  # no stderr to write to, as under plain python
+    if STACK_SIGNAL is not None:
+        stacks = open(stack_path(run_dir, rank), "w")  # noqa: SIM115 (open for as long as the process lives)
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+
+
+def recorded(run_dir: str, rank: int, run: Callable[[], None]) -> None:
+    """Call `run`; record and print an uncaught exception as the interpreter would, without our frames."""
+    try:
+        run()
+    except SystemExit as stop:
+        code = _exit_code(stop.code)
+        if code != 0:
+            _write(run_dir, rank, stop, code)
+        raise
+    except BaseException as error:
+        shown = error.with_traceback(_users_frames(error.__traceback__))
+        interrupted = isinstance(error, KeyboardInterrupt)
+        _write(run_dir, rank, shown, 128 + signal.SIGINT if interrupted else 1)
+        try:
+            sys.excepthook(type(error), shown, shown.__traceback__)
+        except Exception:
+            sys.__excepthook__(type(error), shown, shown.__traceback__)
+        # Raised again, so that the interpreter chooses the exit code and runs its exit handlers; it is
+        # printed already.
+        sys.excepthook = _printed
+        raise
+
+
+def _printed(*_: object) -> None:
+    """Take the place of sys.excepthook once the exception has been printed."""
+
+
+def _exit_code(code: object) -> int:
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def _users_frames(tb: types.TracebackType | None) -> types.TracebackType | None:
+    while tb is not None and _is_ours(tb.tb_frame.f_code.co_filename):
+        tb = tb.tb_next
+    return tb
+
+
+def _is_ours(filename: str) -> bool:
+    return filename == runpy.run_module.__code__.co_filename or os.path.dirname(filename) == _HERE
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and what it was raised from, newest first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _write(run_dir: str, rank: int, error: BaseException, code: int) -> None:
+    blamed = None
+    for link in _chain(error):
+        if any((base.__module__, base.__name__) == _PEER_ERROR for base in type(link).__mro__):
+            blamed = getattr(link, "peer", None)
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    tb = _users_frames(error.__traceback__)
+    leaving = isinstance(error, SystemExit)
+    text = "".join(traceback.format_exception(kind, error, tb, chain=not leaving))
+    record = {
+        "time": time.monotonic(),
+        "exception": name,
+        "message": _text(error),
+        "traceback": "" if leaving and tb is None else text,
+        "blames": blamed,
+        "code": code,
+    }
+    path = record_path(run_dir, rank)
+    try:
+        with open(path + ".part", "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump(record, file)
+        os.replace(path + ".part", path)
+    except OSError:
+        pass  # a full disk must not hide the error itself; the launcher still sees the exit code
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "<its text cannot be formatted>"
+
+
+def run_script(path: str, args: list[str]) -> None:
+    """Run a script, a folder or a zip file as `python PATH ARGS` does."""
+    sys.argv = [path, *args]
+    if pkgutil.get_importer(path) is not None:  # a folder or an archive with a __main__.py
+        sys.path[0] = os.path.abspath(path)
+        _new_main()
+        runpy._run_module_as_main("__main__", False)  # what `python FOLDER` itself calls
+        return
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    full = os.path.abspath(path)
+    main = _new_main()
+    main.__dict__.update(
+        __file__=full,
+        __cached__=None,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", full),
+    )
+    with io.open_code(full) as file:
+        source = file.read()
+    exec(compile(source, full, "exec", dont_inherit=True), main.__dict__)
+
+
+def run_module(name: str, args: list[str]) -> None:
+    """Run a module as `python -m NAME ARGS` does."""
+    sys.argv = ["-m", *args]
+    sys.path[0] = os.getcwd()
+    _new_main()
+    runpy._run_module_as_main(name)  # what `python -m` itself calls
+
+
+def _new_main() -> types.ModuleType:
+    """Put a fresh __main__ in place for good: the script's names must outlive its last line."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"])
+    sys.modules["__phalanx_bootstrap__"] = sys.modules["__main__"]
+    sys.modules["__main__"] = main
+    return main
+
+
+def main() -> None:
+    """Run the target that the launcher has put on the command line."""
+    run_dir, rank, parent, mode, target, *args = sys.argv[1:]
+    die_with(int(parent))
+    enable_stacks(run_dir, int(rank))
+    run = run_module if mode == "module" else run_script
+    recorded(run_dir, int(rank), lambda: run(target, args))
+
+
+if __name__ == "__main__":
+    main()

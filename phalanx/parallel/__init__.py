@@ -1,0 +1,1 @@
+"""Wrapping a model: DistributedDataParallel and what belongs to it."""

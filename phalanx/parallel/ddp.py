@@ -1,0 +1,374 @@
+"""DistributedDataParallel: the module that a training script wraps its model in.
+
+Forward watches the model's parameters and outputs and keeps buffers equal; the reducer does the rest when
+backward comes. The names that other code reads of torch's class are in torch_surface.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Joinable
+from torch.distributed.utils import _to_kwargs
+
+from phalanx.errors import MisuseError
+from phalanx.group import world
+from phalanx.group.process_group import PhalanxProcessGroup, for_process_group
+from phalanx.parallel import buffers
+from phalanx.parallel.options import DEFAULT_BUCKET_MB, Options, buffer_sync, check_devices
+from phalanx.parallel.torch_surface import TorchSurface
+from phalanx.parallel.uneven import Uneven
+from phalanx.reduce.backward import current_task
+from phalanx.reduce.bucket import HookRunner
+from phalanx.reduce.model import sparse_parameters
+from phalanx.reduce.reducer import Reducer
+
+
+class DistributedDataParallel(Uneven, TorchSurface, nn.parallel.DistributedDataParallel):
+    """Wrap `module` so that its gradients are the mean over all ranks when backward ends.
+
+    Collective: every rank of the group constructs it, with the same model. Parameters and buffers of rank 0
+    are copied to all ranks. The keyword arguments are those of torch 2.13, keyword for keyword; see
+    phalanx.parallel.options for what each means here. Without an initialised process group and without a
+    launcher, the world is this one process.
+
+    Raises MisuseError (a RuntimeError) on every rank, naming the first differing parameter, if models differ.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        sync_forward, sync_init = buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self.module = module
+        self.dim = dim
+        self.process_group = _choose_group(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        for name, _ in delay_all_reduce_named_params or ():
+            self.parameters_to_ignore.add(name)
+        watched = [p for name, p in module.named_parameters() if name not in self.parameters_to_ignore]
+        if not any(parameter.requires_grad for parameter in watched):
+            raise RuntimeError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameter that requires "
+                "a gradient."
+            )
+        devices = check_devices(watched, device_ids, output_device)
+        self.options = Options(
+            *devices, sync_forward, init_sync, sync_init,
+            DEFAULT_BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb,
+            tuple(int(cap * (1 << 20)) for cap in bucket_cap_mb_list or ()),
+            find_unused_parameters, gradient_as_bucket_view, static_graph, skip_all_reduce_unused_params,
+            batched_grad_copy, mixed_precision,
+        )  # fmt: skip
+        self._attach(for_process_group(self.process_group, "gradients"))
+        self._reducer.build()
+        if init_sync:
+            self._broadcast_module(0, with_buffers=sync_init)
+        self._finish_surface()
+
+    def _attach(self, group: PhalanxProcessGroup) -> None:
+        """Everything that belongs to this process and is not pickled."""
+        self._group = group
+        self._require_sync = True
+        self.require_forward_param_sync = True
+        self._structure: list[int] = []
+        self._buffers_list: list[torch.Tensor] = []
+        named = self._trainable()
+        self._reducer = Reducer(
+            group, named, sparse_parameters(self.module), self.options.caps, lambda: self._require_sync
+        )
+        self._start_surface()
+        self._remember_structure()
+        self._reducer.on_build = self._make_broadcaster
+
+    def _make_broadcaster(self) -> None:
+        tag = self._reducer.tag // 128 * 128 + (1 << 63)
+        self._broadcaster = buffers.Broadcaster(self._group, tag, self._listed_buffers())
+
+    def _listed_buffers(self) -> Callable[[], list[torch.Tensor]]:
+        me = weakref.ref(self)
+        return lambda: me()._buffers_list  # type: ignore[union-attr]
+
+    # -- the model -----------------------------------------------------------------------------------
+
+    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (name, parameter)
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and name not in self.parameters_to_ignore
+        ]
+
+    def _remember_structure(self) -> None:
+        """Note which tensors the model holds, cheaply comparable at every forward."""
+        modules = list(self.module.modules())
+        self._parameter_dicts = [m._parameters for m in modules if m._parameters]
+        self._child_dicts = [m._modules for m in modules if m._modules]
+        self._structure = self._snapshot()
+        self._buffers_list = [
+            buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore
+        ]
+        self._buffer_dicts = [m._buffers for m in modules if m._buffers]
+        self._buffer_ids = self._snapshot_buffers()
+        parameters = self._reducer.parameters
+        self._hooked = [parameter._cdata for parameter in parameters]
+        self._everything = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        self._grads_required = [p.requires_grad for p in self._everything]
+
+    def _snapshot(self) -> list[int]:
+        held = chain.from_iterable(d.values() for d in chain(self._parameter_dicts, self._child_dicts))
+        return list(map(id, held))
+
+    def _snapshot_buffers(self) -> list[int]:
+        return list(map(id, chain.from_iterable(d.values() for d in self._buffer_dicts)))
+
+    def _follow_model(self) -> None:
+        """Pick up parameters that were frozen, unfrozen, replaced or added since the last forward."""
+        changed = (
+            self._snapshot() != self._structure
+            or [p._cdata for p in self._reducer.parameters] != self._hooked
+            or [p.requires_grad for p in self._everything] != self._grads_required
+        )
+        if changed:
+            held = [p for d in self._parameter_dicts for p in d.values() if p is not None]
+            if not all(isinstance(p, nn.Parameter) for p in held):
+                return  # torch.func.functional_call has put other tensors in their place, for this forward
+            named = self._trainable()
+            mine = self._reducer.parameters
+            swapped = [p._cdata for p in mine] != self._hooked
+            missing = {id(p) for _, p in named} - {id(p) for p in mine}
+            gone = {id(p) for p in mine} - {id(p) for p in self.module.parameters()}
+            if swapped or missing or gone:
+                self._reducer.adopt(named)
+            self._remember_structure()
+        elif self._buffer_dicts and self._snapshot_buffers() != self._buffer_ids:
+            self._remember_structure()
+
+    def _broadcast_module(self, root: int, with_buffers: bool = True) -> None:
+        """Copy parameters (and buffers) of rank `root` to all ranks."""
+        self._remember_structure()
+        tensors = [p.data for p in self._everything]
+        buffers.broadcast(self._group, tensors + (self._buffers_list if with_buffers else []), root)
+
+    def _sync_final_model(self, root: int) -> None:
+        """Give every rank the model of `root`, after ranks have done different numbers of steps."""
+        self._broadcast_module(root, with_buffers=self.forward_sync_buffers)
+
+    # -- forward -------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module; arrange for its gradients to be synchronised in backward."""
+        training = torch.is_grad_enabled()
+        if current_task() == -1:
+            self._reducer.forget_backward()
+        self._follow_model()
+        if training and self.module.training and self._buffers_list and self.will_sync_module_buffers():
+            self._sync_buffers()
+        if self.options.device_ids is not None:
+            moved, moved_kwargs = _to_kwargs(
+                inputs, kwargs, torch.device("cuda", self.options.device_ids[0]), use_side_stream_for_tensor_copies=False
+            )
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        with self._inside_forward():
+            output = self.module(*inputs, **kwargs)
+        if training:
+            self._watch(output, self._require_sync)
+            self._forward_done(output)
+        return output
+
+    def _watch(self, output: Any, synced: bool) -> None:
+        """Have the reducer told when the gradient of an output arrives, before any of the parameters' do."""
+        reached = self._reducer.output_reached
+
+        def arrived(_: torch.Tensor) -> None:
+            reached(synced)
+
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(arrived)
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        """Set training mode on the wrapped module too."""
+        nn.Module.train(self, mode)
+        return self
+
+    # -- synchronisation -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients local. A backward stays local if it, or the forward it belongs to, ran in here.
+
+        The next synchronised backward exchanges the sum of what has accumulated. Every rank must do the same.
+        """
+        before, self.require_backward_grad_sync = self._require_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward synchronises; False inside no_sync(). Other libraries set it by hand."""
+        return self._require_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._require_sync = value
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        """Replace the averaging of gradients by hook(state, bucket), which returns a torch.futures.Future.
+
+        The contract is torch's: see torch.distributed.algorithms.ddp_comm_hooks for ready ones. A later
+        call replaces the hook; `remove_comm_hook()` goes back to averaging. Every rank registers the same.
+        """
+        if not callable(hook):
+            self._log_and_throw(TypeError, "Communication hook must be callable.")
+        self._check_comm_hook(hook)
+        self._reducer.comm_hook = HookRunner(state, hook, self._group.core.rank)
+
+    def remove_comm_hook(self) -> None:
+        """Go back to averaging. Every rank calls it between the same two steps."""
+        self._reducer.comm_hook = None
+
+    @property
+    def sync_seconds(self) -> float:
+        """Seconds this rank has spent in gradient synchronisation since the model was wrapped."""
+        return self._reducer.statistics.seconds
+
+    @property
+    def transport(self) -> str:
+        """How gradients travel between the ranks, in words."""
+        return self._group.transport.name if self._group.core.size > 1 else "none (one rank)"
+
+    # -- state ---------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            if name.startswith("__") or "_modules" not in self.__dict__ or "module" not in self._modules:
+                raise
+            return getattr(self._modules["module"], name)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict of the wrapped or of the plain model (with or without the `module.` prefix)."""
+        if state_dict and not any(key.startswith("module.") for key in state_dict):
+            state_dict = {f"module.{key}": value for key, value in state_dict.items()}
+        return nn.Module.load_state_dict(self, state_dict, strict=strict, assign=assign)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in _NOT_PICKLED:
+            state.pop(name, None)
+        state["_ranks"] = dist.get_process_group_ranks(self.process_group) if dist.is_initialized() else [0]
+        state["options"] = dataclasses.replace(self.options, mixed_precision=None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ranks = state.pop("_ranks")
+        nn.Module.__setstate__(self, state)
+        self._modules = state["_modules"]
+        self.process_group = _find_group(ranks)
+        self._attach(for_process_group(self.process_group, "gradients"))
+        self._finish_surface()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        state = self.__getstate__()
+        state.pop("_ranks")
+        nn.Module.__setstate__(twin, {k: copy.deepcopy(v, memo) for k, v in state.items()})
+        twin.process_group = self.process_group
+        twin._attach(self._group)
+        twin._finish_surface()
+        return twin
+
+
+_NOT_PICKLED = (
+    "process_group", "device_mesh", "_group", "_reducer", "_parameter_dicts", "_child_dicts", "_buffer_dicts",
+    "_structure", "_buffers_list", "_buffer_ids", "_hooked", "_everything", "_grads_required", "_join_config",
+    "_surface", "_broadcaster", "_logging",
+)  # fmt: skip
+
+
+def _choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
+    if device_mesh is not None:
+        if process_group is not None:
+            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+        if device_mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        return device_mesh.get_group(mesh_dim=0)
+    if process_group is not None:
+        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise MisuseError(
+                "DistributedDataParallel(process_group=...) with a group that this rank is not a member of",
+                "wrap the model only on the ranks of the group",
+            )
+        return process_group
+    if not dist.is_initialized():
+        world.init()
+    return dist.group.WORLD
+
+
+def _find_group(ranks: list[int]) -> dist.ProcessGroup:
+    """The group of this process with these ranks, for an unpickled wrapper; else a world of one."""
+    if not dist.is_initialized():
+        world.init()
+    default = dist.group.WORLD
+    if ranks == list(range(dist.get_world_size())) or dist.get_world_size() == 1:
+        return default
+    for group, members in dist.distributed_c10d._world.pg_group_ranks.items():
+        if sorted(members) == sorted(ranks):
+            return group
+    raise MisuseError(
+        f"unpickling a DistributedDataParallel of ranks {ranks}, but this process has no group of these ranks",
+        f"create it first on every rank with torch.distributed.new_group({ranks})", dist.get_rank(),
+    )  # fmt: skip
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """The tensors in an output: nested tuples, lists, dicts, dataclasses and plain objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > 8 or value is None or isinstance(value, (str, bytes, int, float, nn.Module)):
+        return
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item, depth + 1)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from _tensors(item, depth + 1)
+    elif hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            yield from _tensors(item, depth + 1)

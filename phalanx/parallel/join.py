@@ -1,0 +1,128 @@
+"""join(): ranks that run out of data at different times.
+
+A rank that leaves the block early follows the others (group/follow.py) until every rank has left: whatever
+they call, it takes part in and contributes nothing, except gradients that it has accumulated and not
+synchronised: those count in the next synchronised step. At the end every rank gets the model of a rank
+that ran longest, and the gradients of the last step are on every rank already.
+
+Objects with torch's join protocol (ZeroRedundancyOptimizer) may take part beside wrapped models: a rank
+that has left runs their main hooks after every gradient synchronisation that it follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+
+from phalanx.errors import MisuseError
+from phalanx.group.follow import Follower
+from phalanx.group.ticket import Operation, State, Ticket
+from phalanx.parallel.wrapped import Wrapped
+from phalanx.reduce.reducer import flush_leftovers
+
+
+class Join(TorchJoin):
+    """Let ranks finish at different times. Use as a context around the training loop, on every rank.
+
+    `joinables` are wrapped models and other objects with torch's Joinable protocol, all on one process group.
+    Keyword arguments are handed to the join hooks; `divide_by_initial_world_size` (default True) says
+    whether gradients are divided by the world size or by the number of ranks still running. With `weigh`,
+    they are divided by the items actually seen, whatever it says.
+
+    `enable=False` does nothing at all; uneven inputs are then a RankMismatchError. With
+    `throw_on_early_termination=True` every rank raises RuntimeError as soon as one runs out of data.
+    """
+
+    def __init__(
+        self,
+        joinables: Sequence[Joinable],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._models = [each for each in joinables if isinstance(each, Wrapped)]
+        if not self._models:
+            super().__init__(list(joinables), enable, throw_on_early_termination, **kwargs)
+            return
+        self._enable, self._throw = enable, throw_on_early_termination
+        self._whole = kwargs.get("divide_by_initial_world_size", True)
+        self._group = self._models[0]._group
+        self._core = self._group.core
+        if any(model._group.core is not self._core for model in self._models):
+            raise MisuseError("join() over models on different process groups", "one join for each group", self._core.rank)
+        foreign = [each for each in joinables if not isinstance(each, Wrapped)]
+        self._hooks: list[JoinHook] = [each.join_hook(**kwargs) for each in foreign] if enable else []
+        self._all = list(joinables)
+        self._before: list[Any] = []
+
+    def __enter__(self) -> Join:  # type: ignore[override]
+        if self._models and self._enable:
+            self._before = [each._join_config for each in self._all]
+            for each in self._all:
+                each._join_config = _JoinConfig(True, self._throw, is_first_joinable=False)
+            self._before.append((self._core.throws_when_joined, [m._reducer.divisor for m in self._models]))
+            self._core.throws_when_joined = self._throw
+            for model in self._models:
+                model._reducer.divisor = self._core.size if self._whole else None
+                model._logging.joined = True
+        return self
+
+    def __exit__(  # type: ignore[override]
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if not self._models:
+            super().__exit__(kind, error, at)
+            return
+        if not self._enable:
+            return
+        try:
+            if error is not None:
+                # Even if the caller catches it: nobody is to wait for this rank in a loop that it has left.
+                self._group.announce_failure(error)
+                return
+            last = self._follow_to_the_end()
+            for hook in self._hooks:
+                hook.post_hook(last == self._core.rank)
+            for model in self._models:
+                model._authoritative_rank = last
+                model._sync_final_model(last)
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        throws, divisors = self._before.pop()
+        self._core.throws_when_joined = throws
+        for model, divisor in zip(self._models, divisors, strict=True):
+            model._reducer.divisor = divisor
+        for each, config in zip(self._all, self._before, strict=True):
+            each._join_config = config
+
+    def _follow_to_the_end(self) -> int:
+        """Follow until every rank has left the block; return the highest of the ranks that left last."""
+        follower = Follower(self._core)
+        followed = 0
+        while True:
+            tickets = follower.follow(lambda: self._ticket(followed))
+            active = [t for t in tickets if t.state is State.ACTIVE]
+            if not active:
+                flush_leftovers(self._core, tickets)
+                if all(t.state is State.JOINED for t in tickets):
+                    fewest = min(t.count for t in tickets)
+                    return max(rank for rank, t in enumerate(tickets) if t.count == fewest)
+                continue
+            if self._throw:
+                raise RuntimeError(f"Rank {self._core.rank} exhausted all inputs.")
+            followed += 1
+            if active[0].operation is Operation.GRADIENTS and active[0].tag == self._models[0]._reducer.tag:
+                for hook in self._hooks:
+                    hook.main_hook()
+
+    def _ticket(self, followed: int) -> Ticket:
+        for model in self._models:
+            if model._reducer.has_pending:
+                return model._reducer.following_ticket(State.JOINED, followed)
+        return Ticket(Operation.FOLLOW, count=followed, state=State.JOINED)

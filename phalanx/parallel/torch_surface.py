@@ -1,0 +1,230 @@
+"""The names that other code reads of torch's DistributedDataParallel, public by use if not by intent.
+
+Trainers, optimizers and torch's own tests touch them. Each does here what the caller expects; state that
+Phalanx does not have is answered from the reducer's plan and statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
+
+from phalanx.parallel import buffers
+from phalanx.parallel.logging_data import LoggingData
+from phalanx.parallel.wrapped import Wrapped
+
+if TYPE_CHECKING:
+    from phalanx.parallel.ddp import DistributedDataParallel
+
+_BROADCAST_BUCKET_BYTES = 250 << 20
+
+
+class ReducerSurface:
+    """What callers of torch reach through `ddp.reducer`."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+
+    def prepare_for_backward(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Accept the outputs whose backward comes next: it will synchronise (Lightning calls this)."""
+        for tensor in tensors:
+            self._ddp._watch(tensor, True)
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        return torch.tensor(self._ddp._reducer.statistics.used_map(), dtype=torch.int32)
+
+    def _ddp_graph_static(self) -> bool:
+        return self._ddp._reducer.statistics.used_sets_seen == 0
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def _set_static_graph(self) -> None:
+        pass
+
+
+class TorchSurface(Wrapped):
+    """Mixed into DistributedDataParallel before torch's class, so that these win."""
+
+    logger = None
+
+    def _start_surface(self) -> None:
+        """Set what belongs to this process; called before the reducer is built."""
+        self._surface = ReducerSurface(self)  # type: ignore[arg-type]
+        self._logging = LoggingData(self)  # type: ignore[arg-type]
+        self._buffer_futures: list[torch.futures.Future] = []
+        self._authoritative_rank = 0
+        self._reducer.after_flush.append(self._wait_for_buffer_hooks)
+        self._reducer.after_flush.append(self._logging.backward_ended)
+
+    def _finish_surface(self) -> None:
+        options = self.options
+        self.device_ids = None if options.device_ids is None else list(options.device_ids)
+        self.output_device = options.output_device
+        self.forward_sync_buffers = options.forward_sync_buffers
+        self.find_unused_parameters = options.find_unused_parameters
+        self.gradient_as_bucket_view = options.gradient_as_bucket_view
+        self.static_graph = options.static_graph
+        self.skip_all_reduce_unused_params = options.skip_all_reduce_unused_params
+        self.batched_grad_copy = options.batched_grad_copy
+        self.mixed_precision = options.mixed_precision
+        self.bucket_bytes_cap = int(options.bucket_cap_mb * (1 << 20))
+        self.bucket_bytes_cap_list = list(options.bucket_bytes_cap_list)
+        self.broadcast_bucket_size = _BROADCAST_BUCKET_BYTES
+        self._module_parameters = list(self._everything)
+        self.device = self._module_parameters[0].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
+        self._delay_all_reduce_params: list[torch.Tensor] = []
+        if not hasattr(self, "buffer_hook"):
+            self.buffer_hook: _BufferCommHook | None = None
+
+    @property
+    def reducer(self) -> ReducerSurface:
+        """What callers of torch reach through this name."""
+        return self._surface
+
+    @contextmanager
+    def _inside_forward(self) -> Iterator[None]:
+        """Tell torch.compile which wrapper is active, and time the forward."""
+        torch_class = nn.parallel.DistributedDataParallel
+        torch_class._active_ddp_module = self  # type: ignore[assignment]
+        self._logging.forward_begins()
+        try:
+            yield
+        finally:
+            torch_class._active_ddp_module = None
+            self._logging.forward_ended()
+
+    # -- errors and logging ----------------------------------------------------------------------------
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        if hasattr(self, "_logging"):
+            self._logging.error = err_msg
+        raise err_type(err_msg)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return self._logging.as_dict()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            self._log_and_throw(ValueError, "DDP runtime logging sample rate should be equal or greater than 1")
+        self._logging.sample_rate = sample_rate
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            return
+        if self._reducer.statistics.flushes:
+            self._log_and_throw(RuntimeError, "_set_static_graph() should be called before training loop starts")
+        self.static_graph = True
+
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        pass
+
+    def _remove_autograd_hooks(self) -> None:
+        self._reducer.detach()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        pass
+
+    def _check_reducer_finalized(self) -> None:
+        self._reducer.check_idle("_check_reducer_finalized()")
+
+    # -- communication hooks ---------------------------------------------------------------------------
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        hooks = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self.register_comm_hook(self._group, hooks[comm_hook_type])
+        self._reducer.comm_hook.name = str(comm_hook_type)
+
+    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
+        """Refuse hooks that cannot be right; annotations are optional, as in torch."""
+        annotations = getattr(hook, "__annotations__", {})
+        bucket = annotations.get("bucket")
+        if bucket not in (None, dist.GradBucket, "dist.GradBucket", "GradBucket"):
+            self._log_and_throw(
+                ValueError, "Communication hook: bucket annotation should be dist.GradBucket."
+            )
+        returned = annotations.get("return")
+        if returned is not None and not isinstance(returned, str):
+            if returned not in (torch.futures.Future[torch.Tensor], torch.futures.Future):
+                self._log_and_throw(
+                    ValueError,
+                    "Communication hook: return annotation should be torch.futures.Future[torch.Tensor] or "
+                    "torch._C.Future.",
+                )
+
+    # -- buffers -----------------------------------------------------------------------------------------
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """The buffers that are kept equal, in order."""
+        return self._buffers_list
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that are kept equal, by name."""
+        return {n: b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore}
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether a training forward would bring buffers in line now."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffers_list)
+
+    def _has_buffer_hook_at(self, location: _BufferCommHookLocation) -> bool:
+        hook = self.buffer_hook
+        return hook is not None and hook.buffer_comm_hook_location == location
+
+    def _sync_buffers(self) -> None:
+        """Bring buffers in line before a forward, by the user's buffer hook if there is one."""
+        if self.buffer_hook is None:
+            if self._reducer.stale:
+                self._reducer.build()
+            self._broadcaster.broadcast(0)
+        elif self._has_buffer_hook_at(_BufferCommHookLocation.PRE_FORWARD):
+            self._run_buffer_hook()
+
+    def _run_buffer_hook(self) -> None:
+        hook = self.buffer_hook
+        futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
+        self._buffer_futures.extend(futures or ())
+
+    def _wait_for_buffer_hooks(self) -> None:
+        pending, self._buffer_futures = self._buffer_futures, []
+        for future in pending:
+            future.wait()
+
+    def _forward_done(self, output: Any) -> None:
+        if self._has_buffer_hook_at(_BufferCommHookLocation.POST_FORWARD) and self.will_sync_module_buffers():
+            self._run_buffer_hook()
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[..., Any],
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        if not callable(hook):
+            self._log_and_throw(TypeError, "Communication hook must be callable.")
+        self.buffer_hook = _BufferCommHook(
+            buffer_comm_hook=hook, buffer_comm_hook_state=state, buffer_comm_hook_location=comm_hook_location
+        )
+
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        buffers.broadcast(self._group, self._buffers_list if bufs is None else bufs, authoritative_rank)
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        buffers.broadcast(self._group, tensors, authoritative_rank)

@@ -1,0 +1,131 @@
+"""What a wrapped model offers for uneven work: join, weights, accumulation, skipped steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from phalanx.errors import MisuseError
+from phalanx.group.follow import Follower
+from phalanx.group.ticket import Operation, State
+from phalanx.parallel.join import Join
+from phalanx.parallel.wrapped import Wrapped
+from phalanx.reduce.reducer import flush_leftovers
+from phalanx.reduce.weighing import weigh
+
+T = TypeVar("T")
+
+
+class Uneven(Wrapped):
+    """Mixed into DistributedDataParallel."""
+
+    _micro_steps = 0
+
+    def weigh(self, loss: torch.Tensor, n: float) -> torch.Tensor:
+        """Say that `loss` is a mean over `n` items of this rank (samples, tokens); return it to call backward on.
+
+        The synchronised gradient is then the mean over all items of all ranks and of all micro-batches since
+        the last synchronisation; do not divide the loss by the number of micro-batches. The value is left
+        as it is, to be logged; `phalanx.mean(value, n)` gives the global figure. n = 0 is a rank without
+        items: nothing of its loss counts, NaN included.
+
+        Every rank must weigh, or none: anything else is a RankMismatchError. Not a collective by itself.
+        """
+        if n < 0:
+            raise MisuseError(f"weigh(loss, n={n}): a negative number of items", rank=self._group.core.rank)
+        reducer, synced = self._reducer, self._require_sync
+
+        def counted(n: float) -> float:
+            reducer.output_reached(synced)
+            try:
+                return reducer.weights.add(n)
+            except ValueError as error:
+                raise MisuseError(
+                    str(error), "one backward for each weighed loss, or the same n for all terms of a loss",
+                    self._group.core.rank,
+                ) from None  # fmt: skip
+
+        return weigh(loss, float(n), counted)
+
+    @contextmanager
+    def accumulate(self, every: int, last: bool = False) -> Iterator[bool]:
+        """Accumulate gradients over `every` micro-batches; yields True on the one that synchronises.
+
+        Put forward and backward inside. `last=True` says that this is the last micro-batch there is, so that
+        a shorter round at the end of an epoch synchronises too; `micro_batches` says it by itself.
+        """
+        if every < 1:
+            raise MisuseError(f"accumulate(every={every})", "a positive number", self._group.core.rank)
+        self._micro_steps += 1
+        if last or self._micro_steps >= every:
+            self._micro_steps = 0
+            yield True
+        else:
+            with self.no_sync():
+                yield False
+
+    def micro_batches(self, data: Iterable[T], every: int) -> Iterator[tuple[T, bool]]:
+        """Iterate over `data` in rounds of `every`: (batch, whether its backward synchronises).
+
+        The last round synchronises even if it is shorter. Step the optimizer after the backwards that do.
+        """
+        batches = iter(data)
+        try:
+            coming = next(batches)
+        except StopIteration:
+            return
+        while True:
+            batch, last = coming, False
+            try:
+                coming = next(batches)
+            except StopIteration:
+                last = True
+            with self.accumulate(every, last) as syncs:
+                yield batch, syncs
+            if last:
+                return
+
+    def skip(self) -> None:
+        """Give up this rank's part of the present step: the others complete theirs without it.
+
+        Decided on this rank alone, before or after its forward, instead of its backward: a batch with NaN, a
+        caught out-of-memory error, no valid sample. Afterwards this rank has the others' gradients, so that
+        it steps its optimizer as they do; what it had accumulated before in this round still counts. If all
+        ranks skip, gradients are as they were. In a micro-step that does not synchronise there is nothing
+        to do.
+        """
+        self._reducer.forget_backward()
+        if not self._require_sync:
+            return
+        follower, reducer = Follower(self._group.core), self._reducer
+        if self._group.core.size == 1:
+            reducer.flush(set()) if reducer.has_pending else None
+            return
+        while True:
+            tickets = follower.follow(lambda: reducer.following_ticket(State.SKIPPING, 0))
+            active = [t for t in tickets if t.state is State.ACTIVE]
+            if not active:
+                flush_leftovers(self._group.core, tickets)
+                return
+            if active[0].operation is Operation.GRADIENTS and active[0].tag == reducer.tag:
+                return
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Let ranks run out of data at different times: `with ddp.join():` around the loop, on every rank.
+
+        A rank that leaves the block follows the others' collectives until all have left, and contributes
+        nothing but gradients that it has accumulated and not synchronised. True divides gradients by the
+        initial world size, False by the ranks still running; weighed losses by the items seen. At the end all
+        ranks have the same model. `enable=False` does nothing; see phalanx.Join for several models.
+        """
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )

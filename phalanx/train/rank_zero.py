@@ -1,0 +1,242 @@
+"""Work that rank 0 does alone, or first.
+
+`rank_zero_first` is not a barrier. A barrier gives up after the group's timeout, and what rank 0 prepares
+(a download, a data set to unpack) may take longer than any sensible one. So rank 0 writes into the store of
+the default process group: when it begins who it is, and at the end how it went. The others look there a few
+times a second, with any backend. Rank 0 must have begun within the store's timeout, as for any collective;
+from then on they wait for as long as it lives. If it dies, its store is gone with it where it hosts the
+store, and its process is gone for those that share its host; otherwise the launcher ends the run.
+
+All code that runs on rank 0 alone is marked (`phalanx.group.rank_zero_block`), so that a collective in it
+raises MisuseError on the phalanx backend, instead of waiting for ranks that never come.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from phalanx.errors import CollectiveTimeoutError, MisuseError, PeerFailedError, PeerLostError
+from phalanx.group import rank_zero_block, world
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CALL = "rank_zero_first()"
+_ONLY = "rank_zero_only function "
+_LOOK_FIRST, _LOOK_LONGEST = 0.001, 0.1  # seconds between two looks into the store
+_TO_TELL = 2.0  # seconds that a failed rank 0 stays, so that the others can read why
+
+_turns_taken: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def rank_zero_only(fn: Callable[P, R]) -> Callable[P, R | None]:
+    """Decorate a function so that it runs on rank 0 and does nothing, returning None, on all others.
+
+    Which rank this is, is looked up at each call. Not collective: rank 0 does not wait for anybody, and
+    a collective inside raises MisuseError on the phalanx backend.
+    """
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+        raise MisuseError(
+            f"rank_zero_only on {fn.__qualname__}, which is a generator or a coroutine: its body runs after "
+            "the call, where nothing is known of rank 0",
+            f"decorate a plain function, or write `if phalanx.is_main():` where {fn.__name__} is used",
+        )
+    name = _ONLY + getattr(fn, "__qualname__", repr(fn))
+
+    @functools.wraps(fn)
+    def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        if world.rank() != 0:
+            return None
+        with rank_zero_block.entered(name):
+            return fn(*args, **kwargs)
+
+    return on_rank_zero
+
+
+@contextmanager
+def rank_zero_first() -> Iterator[None]:
+    """Run the body on rank 0 first, then on all other ranks at once.
+
+        with phalanx.rank_zero_first():
+            path = prepare_unless_present("data")
+
+    What rank 0 has written to a shared file system is there when the others begin. They wait for rank 0 as
+    long as it works, whatever the group's timeout. If the body raises on rank 0, the others raise
+    PeerFailedError with its text and do not run theirs; if rank 0 dies, PeerLostError. In a world of one
+    it does nothing.
+
+    Collective: every rank, same order. Works with the default process group of any backend. Rank 0's turn
+    may hold no other collective (MisuseError on the phalanx backend).
+    """
+    _refuse_where_others_never_come()
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    turn = _Turn.next()
+    if turn.rank == 0:
+        with turn.taken():
+            yield
+    else:
+        turn.wait_for_rank_zero()
+        yield
+
+
+def _refuse_where_others_never_come() -> None:
+    block = rank_zero_block.current()
+    if block is not None and block.startswith(_ONLY):
+        raise MisuseError(
+            f"{_CALL} inside {block}: only rank 0 is here, and the others would be left out",
+            f"use {_CALL} outside of it, on every rank",
+            0,
+        )
+    if not dist.is_initialized() and world.world_size() > 1:
+        raise MisuseError(
+            f"{_CALL} before the {world.world_size()} ranks have met: each would run its body at once",
+            "call phalanx.init() before",
+            world.rank(),
+        )
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How rank 0's turn ended; `exception` is empty if it went well."""
+
+    exception: str = ""
+    traceback: str = ""
+
+
+class _Turn:
+    """One use of `rank_zero_first`, as seen by one rank, in the store of the default group."""
+
+    def __init__(self, store: dist.Store, number: int) -> None:
+        self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._store, key = store, f"phalanx/rank_zero_first/{number}"
+        self._begun, self._ended, self._seen = f"{key}/begun", f"{key}/ended", f"{key}/seen"
+
+    @classmethod
+    def next(cls) -> _Turn:
+        """Return this rank's next turn; ranks number them alike since all take part in each."""
+        group = dist.group.WORLD
+        number = _turns_taken[group] = _turns_taken.get(group, 0) + 1
+        return cls(_get_default_store(), number)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Be rank 0: say that the turn begins, run the body, say how it ended."""
+        self._store.set(self._begun, json.dumps(asdict(_Process.this())))
+        try:
+            with rank_zero_block.entered(f"rank 0's turn in {_CALL}"):
+                yield
+        except BaseException as error:
+            self._tell(_Outcome(_sentence(error), traceback.format_exc()))
+            self._stay_until_seen()
+            raise
+        self._tell(_Outcome())
+
+    def wait_for_rank_zero(self) -> None:
+        """Be another rank: return when rank 0's turn has ended well, or raise."""
+        try:
+            outcome = self._read_outcome()
+        except dist.DistError as error:
+            raise PeerLostError(0, self.rank, _CALL, "the store cannot be reached any more") from error
+        if outcome.exception:
+            raise PeerFailedError(0, self.rank, _CALL, outcome.exception, outcome.traceback)
+
+    def _read_outcome(self) -> _Outcome:
+        self._await_begin()
+        holder = _Process(**json.loads(self._store.get(self._begun)))
+        self._await_key(self._ended, lambda: self._complain_when_gone(holder))
+        outcome = _Outcome(**json.loads(self._store.get(self._ended)))
+        # A later group may use the same store and count from 1 again, so the last reader clears up.
+        if self._store.add(self._seen, 1) == self._world_size - 1:
+            for key in (self._begun, self._ended, self._seen):
+                self._store.delete_key(key)
+        return outcome
+
+    def _await_begin(self) -> None:
+        limit = self._store.timeout.total_seconds()
+        deadline = time.monotonic() + limit
+
+        def complain_when_late() -> None:
+            if time.monotonic() > deadline:
+                raise CollectiveTimeoutError(_CALL, [0], self.rank, limit)
+
+        self._await_key(self._begun, complain_when_late)
+
+    def _await_key(self, key: str, complain: Callable[[], None]) -> None:
+        pause = _LOOK_FIRST
+        while not self._store.check([key]):
+            complain()
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LOOK_LONGEST)
+
+    def _complain_when_gone(self, holder: _Process) -> None:
+        # Its last word may have come between the look into the store and this one.
+        if holder.is_gone() and not self._store.check([self._ended]):
+            raise PeerLostError(0, self.rank, _CALL, f"process {holder.pid} of this host has ended")
+
+    def _tell(self, outcome: _Outcome) -> None:
+        self._store.set(self._ended, json.dumps(asdict(outcome)))
+
+    def _stay_until_seen(self) -> None:
+        """Keep the store alive, which may end with this process, until the others know why, within reason."""
+        deadline = time.monotonic() + _TO_TELL
+        with suppress(dist.DistError):
+            while self._store.check([self._ended]) and time.monotonic() < deadline:
+                time.sleep(_LOOK_LONGEST / 10)
+
+
+@dataclass(frozen=True)
+class _Process:
+    """A process, told from a later one with the same number.
+
+    `kernel` names the running kernel and its table of processes: only within one does a pid mean anything.
+    It is empty where the system does not tell; then nothing is known of any process.
+    """
+
+    pid: int
+    started: str
+    kernel: str
+
+    @classmethod
+    def this(cls) -> _Process:
+        """Describe the calling process."""
+        try:
+            kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+            return cls(os.getpid(), _stat(os.getpid())[1], kernel)
+        except OSError:
+            return cls(os.getpid(), "", "")
+
+    def is_gone(self) -> bool:
+        """Say whether this process is known to have ended; False if that cannot be seen from here."""
+        if not self.kernel or self.kernel != _Process.this().kernel:
+            return False
+        try:
+            state, started = _stat(self.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return state in "ZX" or started != self.started
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """Return the state letter and the start time of a process, as Linux tells them."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+def _sentence(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

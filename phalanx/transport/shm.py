@@ -1,0 +1,251 @@
+"""Ranks of one host share memory: one memfd per group, mapped by all, gone when the last rank is.
+
+The arena of a group holds two slots per rank and one result area. A collective posts into the rank's own
+slot, passes a fence, and reads the peers' slots. Why no fence is needed after reading:
+
+- slots alternate with the number of the coming fence. What is posted before fence k is read before fence
+  k+1, so a rank that posts before fence k+2 into the same slot has no readers left. The number is the
+  group's: a count of our own would differ between ranks after a collective that raised on some of them.
+- the result area of piece k is written after the fence of piece k, so every peer had copied the result
+  of piece k-1 out.
+
+Tensors larger than a slot go through in pieces. Adding with more than two ranks is done in two rounds (each
+rank adds its own segment, then all copy the whole result): below three, one round moves fewer bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from mmap import mmap
+
+import torch
+
+from phalanx.transport.protocol import Fence
+from phalanx.transport.reductions import Reduction, combine
+
+SLOT_BYTES = 4 << 20
+_ALIGN = 64
+_ONE_ROUND_BYTES = 64 << 10  # up to here every rank adds everything itself: one fence instead of two
+
+
+def arena_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
+    """How much shared memory a group of `size` ranks asks for. Only touched pages become real."""
+    return (2 * size + 1) * slot_bytes
+
+
+class SharedMemory:
+    """The transport between ranks that map the same arena."""
+
+    name = "shared memory"
+    overlaps = False
+
+    def __init__(self, rank: int, size: int, arena: mmap, slot_bytes: int = SLOT_BYTES) -> None:
+        self._rank, self._size, self._slot_bytes = rank, size, slot_bytes
+        self._arena = arena
+        self._cache: dict[tuple[torch.dtype, int], tuple[list[list[torch.Tensor]], torch.Tensor]] = {}
+
+    def _views(self, dtype: torch.dtype, count: int, fence: Fence) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The slots of all ranks for what is read after `fence`, and the result area, as `count` elements."""
+        key = (dtype, count)
+        found = self._cache.get(key)
+        if found is None:
+            if len(self._cache) > 200:
+                self._cache.clear()
+            with torch.inference_mode(False):  # kept views must be good for every later call
+                at = [
+                    torch.frombuffer(self._arena, dtype=dtype, count=count, offset=place * self._slot_bytes)
+                    for place in range(2 * self._size + 1)
+                ]
+            found = self._cache[key] = ([at[: self._size], at[self._size : -1]], at[-1])
+        return found[0][fence.step & 1], found[1]
+
+    def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int, fence: Fence) -> None:
+        """See Transport.reduce."""
+        flat = tensor.view(-1)
+        total, step = flat.numel(), self._slot_bytes // flat.element_size()
+        if not total:
+            fence()
+        wanted = root in (-1, self._rank)
+        for start in range(0, total, step):
+            piece = flat if total <= step else flat[start : start + step]
+            slots, result = self._views(flat.dtype, piece.numel(), fence)
+            slots[self._rank].copy_(piece)
+            fence()
+            if self._size <= 2 or piece.numel() * piece.element_size() <= _ONE_ROUND_BYTES:
+                if wanted:
+                    combine(slots, piece, reduction)
+                continue
+            low, high = self._segment(piece.numel())
+            combine([slot[low:high] for slot in slots], result[low:high], reduction)
+            fence()
+            if wanted:
+                piece.copy_(result)
+
+    def _segment(self, count: int) -> tuple[int, int]:
+        return count * self._rank // self._size, count * (self._rank + 1) // self._size
+
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction, fence: Fence
+    ) -> None:
+        """See Transport.reduce_scatter."""
+        flat, parts = output.view(-1), [part.view(-1) for part in inputs]
+        room = self._room()
+        step = room // flat.element_size()
+        if not flat.numel():
+            fence()
+        for start in range(0, flat.numel(), step):
+            piece = flat[start : start + step]
+            count = piece.numel()
+            slots, _ = self._views(flat.dtype, count * self._size, fence)
+            mine = slots[self._rank]
+            for peer, part in enumerate(parts):
+                mine[peer * count : (peer + 1) * count].copy_(part[start : start + step])
+            fence()
+            low, high = self._rank * count, (self._rank + 1) * count
+            combine([slot[low:high] for slot in slots], piece, reduction)
+
+    def _room(self) -> int:
+        """Bytes of a slot for each of the ranks that its owner writes to."""
+        return self._slot_bytes // self._size // _ALIGN * _ALIGN
+
+    def share(
+        self, mine: torch.Tensor | None, outputs: Sequence[torch.Tensor | None], size: int, fence: Fence
+    ) -> None:
+        """See Transport.share."""
+        given = None if mine is None else _bytes(mine)
+        wanted = [(peer, _bytes(out)) for peer, out in enumerate(outputs) if out is not None]
+        if not size:
+            fence()
+        for start in range(0, size, self._slot_bytes):
+            stop = min(start + self._slot_bytes, size)
+            slots, _ = self._views(torch.uint8, stop - start, fence)
+            if given is not None:
+                slots[self._rank].copy_(given[start:stop])
+            fence()
+            for peer, out in wanted:
+                out[start:stop].copy_(slots[peer])
+
+    def route(
+        self, parts: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None], largest: int, fence: Fence
+    ) -> None:
+        """See Transport.route."""
+        room = self._room()
+        given = [(peer, _bytes(part)) for peer, part in enumerate(parts) if part is not None]
+        wanted = [(peer, _bytes(out)) for peer, out in enumerate(outputs) if out is not None]
+        if not largest:
+            fence()
+        for start in range(0, largest, room):
+            slots, _ = self._views(torch.uint8, room * self._size, fence)
+            for peer, part in given:
+                piece = part[start : start + room]
+                slots[self._rank][peer * room : peer * room + piece.numel()].copy_(piece)
+            fence()
+            place = self._rank * room
+            for peer, out in wanted:
+                piece = out[start : start + room]
+                piece.copy_(slots[peer][place : place + piece.numel()])
+
+    def close(self) -> None:
+        """See Transport.close. The mapping itself lives as long as a tensor in it."""
+        self._cache.clear()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+class SharedGradients:
+    """Where the gradients of one reducer live: a slot per rank and one result area, for each dtype.
+
+    A reduction leaves every slot as it is until all ranks have finished it (the last fence), so that it
+    can be repeated after a death; then each rank copies the result over its own slot.
+    """
+
+    def __init__(self, rank: int, size: int, arena: mmap, layout: Sequence[tuple[torch.dtype, int]]) -> None:
+        self._rank, self._size = rank, size
+        self.own: list[torch.Tensor] = []
+        self.offsets: list[int] = []
+        self.arena = arena
+        self._slots: list[list[torch.Tensor]] = []
+        self._results: list[torch.Tensor] = []
+        at = 0
+        for dtype, count in layout:
+            views = []
+            for place in range(size + 1):
+                if place == rank:
+                    self.offsets.append(at)
+                views.append(torch.frombuffer(arena, dtype=dtype, count=count, offset=at))
+                at += _aligned(count * dtype.itemsize)
+            self._slots.append(views[:-1])
+            self._results.append(views[-1])
+            self.own.append(views[rank])
+
+    @staticmethod
+    def bytes_needed(size: int, layout: Sequence[tuple[torch.dtype, int]]) -> int:
+        """How large the arena must be for `size` ranks."""
+        return (size + 1) * sum(_aligned(count * dtype.itemsize) for dtype, count in layout)
+
+    def reduce(self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Fence) -> None:
+        """Replace `spans` (region, start, stop) of every rank by sum(scale[r] x slot of r), in rank order.
+
+        A rank of scale 0 is not read. Equal scales of 1/n are a plain mean.
+        """
+        for region, start, stop in spans:
+            length = stop - start
+            low = start + length * self._rank // self._size
+            high = start + length * (self._rank + 1) // self._size
+            parts = [slot for slot, scale in zip(self._slots[region], scales, strict=True) if scale]
+            weighted_sum(parts, [scale for scale in scales if scale], self._results[region], low, high)
+        fence()
+        for region, start, stop in spans:
+            self.own[region][start:stop].copy_(self._results[region][start:stop])
+
+
+_PIECE = 64 << 10  # elements: two inputs and the output stay in the second-level cache
+
+
+def weighted_sum(
+    parts: Sequence[torch.Tensor], scales: Sequence[float], out: torch.Tensor, low: int, high: int
+) -> None:
+    """Write sum(scale x part) into out[low:high], a cache-sized piece at a time, half precision in float32."""
+    narrow = out.dtype.is_floating_point and out.dtype.itemsize < 4
+    even = len(set(scales)) == 1
+    for start in range(low, high, _PIECE):
+        stop = min(start + _PIECE, high)
+        target = out[start:stop]
+        pieces = [part[start:stop] for part in parts]
+        if not pieces:
+            target.zero_()
+            continue
+        total = torch.empty(stop - start, dtype=torch.float32) if narrow else target
+        if narrow:
+            pieces = [piece.float() for piece in pieces]
+        if even:
+            if len(pieces) == 1:
+                total.copy_(pieces[0])
+            else:
+                torch.add(pieces[0], pieces[1], out=total)
+            for piece in pieces[2:]:
+                total.add_(piece)
+            _scale(total, scales[0])
+        else:
+            torch.mul(pieces[0], scales[0], out=total)
+            for piece, scale in zip(pieces[1:], scales[1:], strict=True):
+                total.add_(piece, alpha=scale)
+        if narrow:
+            target.copy_(total)
+
+
+def _scale(total: torch.Tensor, scale: float) -> None:
+    if scale == 1.0:
+        return
+    inverse = round(1 / scale)
+    # 1/3 is no float: dividing by 3 rounds once, multiplying by 0.333... twice.
+    if 1 / inverse == scale and inverse & (inverse - 1):
+        total.div_(inverse)
+    else:
+        total.mul_(scale)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGN) * _ALIGN

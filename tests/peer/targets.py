@@ -1,0 +1,82 @@
+"""Put what is under test in the place of torch's own.
+
+For `ddp`, the class: every public name of torch's DistributedDataParallel is bound to ours. For
+`collectives`, the process group: whoever asks c10d for "gloo" gets a group of the `phalanx`
+backend, which goes on answering to the name gloo, because the tests choose by that name.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.parallel as parallel
+import torch.nn.parallel.distributed as parallel_distributed
+from torch.distributed import distributed_c10d as c10d
+
+from tests.peer.cases import What
+
+
+def mark_of(folder: pathlib.Path, what: What) -> pathlib.Path:
+    """Return the file that a rank makes in the case's folder when it builds what is under test."""
+    return folder / f"built_{what.value}"
+
+
+def _mark(what: What) -> None:
+    mark_of(pathlib.Path(os.environ["TEMP_DIR"]), what).touch()
+
+
+def install(cls: type, backend: str, *test_modules: types.ModuleType) -> None:
+    """Make `cls` torch's DistributedDataParallel, and groups of `backend` those called gloo."""
+    _install_class(cls, *test_modules)
+    _install_group(backend)
+
+
+def _install_class(cls: type, *test_modules: types.ModuleType) -> None:
+    """Bind torch's DistributedDataParallel to `cls`, which ignores the GPUs it is given."""
+    build = cls.__init__
+
+    @functools.wraps(build)
+    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None,
+             *args: Any, **kwargs: Any) -> None:
+        _mark(What.DDP)
+        build(self, module, None, None, *args, **kwargs)
+
+    cls.__init__ = init
+    for place in (parallel, parallel_distributed, *test_modules):
+        place.DistributedDataParallel = cls
+
+
+def _is(backend: Any, name: str) -> bool:
+    return isinstance(backend, str) and backend.lower() == name
+
+
+def _install_group(backend: str) -> None:
+    """Build groups of `backend` for whoever asks for gloo, under the name gloo.
+
+    Asking for nccl means gloo, as there are no GPUs.
+    """
+    build, register = c10d._new_process_group_helper, c10d._register_pg_in_world
+    gloo = c10d.Backend("gloo")
+
+    @functools.wraps(build)
+    def new_group(size: int, rank: int, ranks: list[int], asked: Any, *args: Any,
+                  **kwargs: Any) -> Any:
+        if any(_is(asked, name) for name in ("gloo", "nccl", "undefined")):
+            _mark(What.COLLECTIVES)
+            asked = c10d.Backend(backend)
+        return build(size, rank, ranks, asked, *args, **kwargs)
+
+    @functools.wraps(register)
+    def register_as_gloo(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is(kwargs["backend_name"], backend):
+            kwargs["backend_name"] = gloo
+            kwargs["backend_config"] = str(c10d.BackendConfig(gloo))
+        return register(group, *args, **kwargs)
+
+    c10d._new_process_group_helper = new_group
+    c10d._register_pg_in_world = register_as_gloo
