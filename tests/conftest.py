@@ -44,7 +44,7 @@ class Holdings:
             processes=frozenset(_descendants(os.getpid())),
             descriptors=frozenset(_descriptors()),
             shared_memory=frozenset(_entries("/dev/shm")),
-            environment=frozenset(f"{name}={value}" for name, value in os.environ.items() if name != _PYTESTS_OWN),
+            environment=frozenset(f"{k}={v}" for k, v in os.environ.items() if k != _PYTESTS_OWN),
         )
 
     def more_than(self, before: Holdings) -> list[str]:

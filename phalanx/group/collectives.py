@@ -199,7 +199,8 @@ class Collectives:
         rows = torch.cat([part[:count] for part, count in zip(all_indices, counts, strict=True)])
         total = torch.cat([part[:count] for part, count in zip(all_values, counts, strict=True)])
         result = torch.sparse_coo_tensor(rows.t(), total, mine.shape, check_invariants=False).coalesce()
-        tensor.detach().copy_(result)
+        with torch.no_grad():
+            tensor.copy_(result)  # not of a detached alias: indices and values are replaced, not written to
 
     def _share_padded(self, rows: Tensor, most: int, fence: object) -> list[Tensor]:
         shape = (most, *rows.shape[1:])

@@ -77,7 +77,10 @@ def local_rank() -> int:
     In a world that was set up without a launcher's variables all ranks are taken to be on one host.
     """
     place = Place.from_environment()
-    if not dist.is_initialized() or (place.rank, place.world_size) == (dist.get_rank(), dist.get_world_size()):
+    if not dist.is_initialized() or (place.rank, place.world_size) == (
+        dist.get_rank(),
+        dist.get_world_size(),
+    ):
         return place.local_rank
     return dist.get_rank()
 
@@ -135,7 +138,9 @@ def _open_store(place: Place, seconds: float) -> dist.TCPStore:
     if opened and isinstance(opened[0], dist.TCPStore):
         return opened[0]
     waited = time.monotonic() - began
-    raise _unreachable(place, waited, "what listens there does not answer as a store") from next(iter(opened), None)
+    raise _unreachable(place, waited, "what listens there does not answer as a store") from next(
+        iter(opened), None
+    )
 
 
 def _serve(place: Place, seconds: float) -> dist.TCPStore:
@@ -144,8 +149,8 @@ def _serve(place: Place, seconds: float) -> dist.TCPStore:
     host = str(place.master_addr)
     if not _is_here(host):
         warnings.warn(
-            f"rank 0 runs on {socket.gethostname()}, and {place.address_from} ({host}) is no address of this host; "
-            "the other ranks can reach it only if it is forwarded to here",
+            f"rank 0 runs on {socket.gethostname()}, and {place.address_from} ({host}) is no address of "
+            "this host; the other ranks can reach it only if it is forwarded to here",
             stacklevel=4,
         )
         host = LOOPBACK
@@ -155,7 +160,8 @@ def _serve(place: Place, seconds: float) -> dist.TCPStore:
         if errno.errorcode[errno.EADDRINUSE] not in str(error):
             raise
         raise MisuseError(
-            f"rank 0 cannot open its store: port {place.master_port} ({place.port_from}) is in use by another program",
+            f"rank 0 cannot open its store: port {place.master_port} ({place.port_from}) is in use "
+            "by another program",
             "another MASTER_PORT, or `phalanx run`, which finds a free one",
             place.rank,
         ) from None

@@ -127,7 +127,11 @@ def _write(run_dir: str, rank: int, error: BaseException, code: int) -> None:
         if any((base.__module__, base.__name__) == _PEER_ERROR for base in type(link).__mro__):
             blamed = getattr(link, "peer", None)
     kind = type(error)
-    name = kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    name = (
+        kind.__qualname__
+        if kind.__module__ in ("builtins", "__main__")
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
     tb = _users_frames(error.__traceback__)
     leaving = isinstance(error, SystemExit)
     text = "".join(traceback.format_exception(kind, error, tb, chain=not leaving))

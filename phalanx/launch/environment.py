@@ -77,7 +77,7 @@ class Place:
         return cls()
 
     def variables(self) -> dict[str, str]:
-        """The variables that torchrun would set for this place, and our own; `from_environment` reads them back."""
+        """What torchrun would set for this place, and our own; `from_environment` reads it back."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -248,8 +248,8 @@ def _from_openmpi(env: Mapping[str, str]) -> Place:
         local_rank = _below(env, prefix + "LOCAL_RANK", local_size, prefix + "LOCAL_SIZE")
     if local_size < world_size and not env.get("MASTER_ADDR"):
         raise MisuseError(
-            f"this mpirun job spans several hosts ({prefix}LOCAL_SIZE={local_size} of {prefix}SIZE={world_size}) "
-            "and MASTER_ADDR is not set",
+            f"this mpirun job spans several hosts ({prefix}LOCAL_SIZE={local_size} of "
+            f"{prefix}SIZE={world_size}) and MASTER_ADDR is not set",
             "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 python script.py",
             rank,
         )
@@ -282,7 +282,9 @@ def _integer(env: Mapping[str, str], name: str, least: int, default: int | None 
     text = env.get(name)
     if text is None:
         if default is None:
-            raise MisuseError(f"{name} is not set, and this process's place in the world is unknown without it")
+            raise MisuseError(
+                f"{name} is not set, and this process's place in the world is unknown without it"
+            )
         return default
     try:
         value = int(text)

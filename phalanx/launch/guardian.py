@@ -2,12 +2,14 @@
 
 The kernel kills a rank with its launcher (PR_SET_PDEATHSIG), but not the rank's own children, such as
 data loader workers. The guardian is forked before the first rank, holds one end of a pipe whose other
-end only the launcher has, and kills the ranks' process groups when that end closes unexpectedly.
+end only the launcher has. When that end closes unexpectedly, it kills the ranks' process groups and
+removes the folder of the run.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import struct
 
@@ -17,11 +19,11 @@ _ENTRY = struct.Struct("q")  # a process group begins (positive) or has ended (n
 class Guardian:
     """The launcher's side: tell the guardian which process groups there are."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_dir: str) -> None:
         read_end, self._fd = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
-            _guard(read_end)
+            _guard(read_end, run_dir)
         os.close(read_end)
 
     def began(self, group: int) -> None:
@@ -48,7 +50,7 @@ class Guardian:
             pass  # somebody has killed the guardian; the ranks themselves still die with us
 
 
-def _guard(read_end: int) -> None:
+def _guard(read_end: int, run_dir: str) -> None:
     """The guardian's whole life; never returns."""
     try:
         os.setsid()  # a signal to the launcher's group must not reach us
@@ -71,6 +73,7 @@ def _guard(read_end: int) -> None:
                 os.killpg(group, signal.SIGKILL)
             except ProcessLookupError:
                 pass
+        shutil.rmtree(run_dir, ignore_errors=True)
     finally:
         os._exit(0)
 

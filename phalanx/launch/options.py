@@ -73,34 +73,59 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error(str(error).replace("\n", ". "))
 
 
+_OPTIONS = {
+    "--ranks": {
+        "metavar": "N",
+        "default": "auto",
+        "help": "ranks on this host; auto (the default): one per CUDA device, or else per core",
+    },
+    "--threads": {
+        "metavar": "K",
+        "type": int,
+        "help": "threads per rank (default: OMP_NUM_THREADS, or else cores / ranks, at least 1)",
+    },
+    "--grace": {
+        "metavar": "S",
+        "type": float,
+        "default": 10.0,
+        "help": "seconds between the signal that ends a rank and SIGKILL (default: %(default)g)",
+    },
+    "--nnodes": {
+        "metavar": "N",
+        "type": int,
+        "default": 1,
+        "help": "number of hosts; start the command on each",
+    },
+    "--node-rank": {"metavar": "I", "type": int, "default": 0, "help": "this host's number, 0 to nnodes - 1"},
+    "--master-addr": {"metavar": "HOST", "help": "address of host 0, needed with several hosts"},
+    "--master-port": {
+        "metavar": "PORT",
+        "type": int,
+        "help": f"port of rank 0's store (default: free; {environment.DEFAULT_PORT} with several hosts)",
+    },
+    "--log-dir": {"metavar": "D", "help": "write each rank's output to D/rank-R.log, and D/report.json"},
+}
+_EXIT_CODES = (
+    "exit codes: 0 if every rank ended well, else the code of the rank that failed first (128 + signal for "
+    "a death by signal); 130, 143, 129 after SIGINT, SIGTERM, SIGHUP; 2 for a wrong command line"
+)
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="phalanx run",
         usage="%(prog)s [options] script.py [args ...]\n       %(prog)s [options] -m module [args ...]",
         description="Start a script on several ranks with torchrun's environment variables.",
-        epilog=(
-            "exit codes: 0 if every rank ended well, else the code of the rank that failed first "
-            "(128 + signal for a death by signal); 130, 143, 129 after SIGINT, SIGTERM, SIGHUP; "
-            "2 for a wrong command line"
-        ),
+        epilog=_EXIT_CODES,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("-n", "--ranks", default="auto", metavar="N",
-        help="ranks on this host; auto (the default): one per CUDA device, or else per core")
-    add("--threads", type=int, metavar="K",
-        help="threads per rank (default: OMP_NUM_THREADS, or else cores / ranks, at least 1)")
-    add("--grace", type=float, default=10.0, metavar="S",
-        help="seconds between the signal that ends a rank and SIGKILL (default: %(default)g)")
-    add("--nnodes", type=int, default=1, metavar="N", help="number of hosts; start the command on each")
-    add("--node-rank", type=int, default=0, metavar="I", help="this host's number, 0 to nnodes - 1")
-    add("--master-addr", metavar="HOST", help="address of host 0, needed with several hosts")
-    add("--master-port", type=int, metavar="PORT",
-        help=f"port of rank 0's store (default: a free one; {environment.DEFAULT_PORT} with several hosts)")
-    add("--log-dir", metavar="D", help="write each rank's output to D/rank-R.log, and a report to D/report.json")
-    add("-m", dest="is_module", action="store_true", help="the target is a module, as for python -m")
-    add("target", nargs="?", help=argparse.SUPPRESS)
-    add("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    for name, row in _OPTIONS.items():
+        parser.add_argument(*(["-n"] if name == "--ranks" else []), name, **row)
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="the target is a module, as for python -m"
+    )
+    parser.add_argument("target", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
@@ -154,7 +179,9 @@ def _check_hosts(parser: Parser, given: argparse.Namespace) -> None:
     if given.nnodes < 1:
         parser.error(f"--nnodes {given.nnodes}: at least 1 host")
     if not 0 <= given.node_rank < given.nnodes:
-        parser.error(f"--node-rank {given.node_rank}: must be 0 to {given.nnodes - 1} with --nnodes {given.nnodes}")
+        parser.error(
+            f"--node-rank {given.node_rank}: must be 0 to {given.nnodes - 1} with --nnodes {given.nnodes}"
+        )
     if given.nnodes > 1 and not given.master_addr:
         parser.error(f"--nnodes {given.nnodes} needs --master-addr, the address of host 0")
     if given.master_port is not None and not 0 < given.master_port < 65536:

@@ -60,7 +60,8 @@ class Outcome:
         others = [ending for ending in self.endings if ending is not first]
         lines = [
             f"phalanx: rank {first.rank} failed{' first' if others else ''}: {first.describe()}",
-            f"  exit code {self.exit_code} after {self.seconds:.1f} s, pid {first.pid} on {self.host}, run {self.run_id}",
+            f"  exit code {self.exit_code} after {self.seconds:.1f} s, "
+            f"pid {first.pid} on {self.host}, run {self.run_id}",
         ]
         lines += [f"  {hint}" for hint in (self._memory_hint(first), self._blame_hint(first)) if hint]
         for ending in others[:_LISTED_RANKS]:
@@ -79,10 +80,10 @@ class Outcome:
         if first.returncode != -signal.SIGKILL or first.state is not State.FAILED:
             return ""
         if self.memory_kills:
-            return "the kernel killed a process for want of memory meanwhile: this rank very likely ran out of memory"
+            return "the kernel killed a process for want of memory meanwhile: very likely this rank"
         if self.memory_kills is None:
             return "SIGKILL that nobody sent is most often the kernel's answer to running out of memory"
-        return "the kernel reports no process killed for want of memory, so somebody sent this SIGKILL"
+        return "the kernel counts no process killed for want of memory: somebody sent this SIGKILL"
 
     def _blame_hint(self, first: Ending) -> str:
         blamed = first.record.blames if first.record is not None else None
@@ -101,7 +102,9 @@ class Outcome:
             "command": list(self.command),
             "seconds": round(self.seconds, 3),
             "exit_code": self.exit_code,
-            "interrupted_by": None if self.interrupted_by is None else signal.Signals(self.interrupted_by).name,
+            "interrupted_by": None
+            if self.interrupted_by is None
+            else signal.Signals(self.interrupted_by).name,
             "first_failure": None if first is None else first.rank,
             "likely_out_of_memory": bool(first and self.memory_kills and self._memory_hint(first)),
             "ranks": [self._rank_json(ending) for ending in self.endings],
@@ -132,8 +135,12 @@ def innermost_call(stacks: str) -> str:
     """
     block = re.split(r"^(?:Current t|T)hread .*$", stacks, flags=re.MULTILINE)[-1]
     frames = [found for line in block.splitlines() if (found := _FRAME.fullmatch(line))]
-    own = [frame for frame in frames if not re.search(r"[/\\](?:site-packages|lib[/\\]python3[^/\\]*)[/\\]|<frozen", frame["file"])]
+    own = [
+        frame
+        for frame in frames
+        if not re.search(r"[/\\](?:site-packages|lib[/\\]python3[^/\\]*)[/\\]|<frozen", frame["file"])
+    ]
     if not (own or frames):
         return ""
     frame = (own or frames)[0]
-    return f'{frame["function"]} ({frame["file"]}:{frame["line"]})'
+    return f"{frame['function']} ({frame['file']}:{frame['line']})"

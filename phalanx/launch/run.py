@@ -51,7 +51,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         return run(options)
     except PortInUseError as error:
-        print(f"phalanx run: error: {error.strerror}: leave --master-port out or choose another", file=sys.stderr)
+        print(
+            f"phalanx run: error: {error.strerror}: leave --master-port out or choose another",
+            file=sys.stderr,
+        )
         return USAGE_ERROR
 
 
@@ -105,7 +108,15 @@ def _start(options: Options, place: Place, supervisor: Supervisor, log: str | No
         prefix = f"[rank {place.rank}] " if options.ranks > 1 else ""
         channels = supervisor.console.open(prefix, interactive=place.local_rank == 0, log=log)
     mode = "module" if options.is_module else "script"
-    argv = [sys.executable, "-u", bootstrap.__file__, supervisor.run_dir, str(place.rank), str(os.getpid()), mode]
+    argv = [
+        sys.executable,
+        "-u",
+        bootstrap.__file__,
+        supervisor.run_dir,
+        str(place.rank),
+        str(os.getpid()),
+        mode,
+    ]
     return Start(
         rank=place.rank,
         argv=[*argv, options.target, *options.args],

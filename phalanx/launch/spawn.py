@@ -31,12 +31,13 @@ from phalanx.errors import MisuseError, PhalanxError
 from phalanx.launch import environment, machine, ports
 from phalanx.launch.course import Course
 from phalanx.launch.environment import Launcher, Place
-from phalanx.launch.report import innermost_call
 from phalanx.launch.supervisor import Start, Supervisor
 from phalanx.launch.verdict import Ending, first_failure
 
 _GRACE = 5.0
-_CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.launch.spawned import main; main()"
+_CHILD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.launch.spawned import main; main()"
+)
 
 
 class SpawnError(PhalanxError):
@@ -75,15 +76,19 @@ def spawn(
     whatever ends it, so `daemon` changes nothing.
     """
     if not callable(fn):
-        raise MisuseError(f"spawn: fn is {type(fn).__name__}, not a function", "phalanx.spawn(train, args=(...), nprocs=2)")
+        raise MisuseError(
+            f"spawn: fn is {type(fn).__name__}, not a function", "phalanx.spawn(train, args=(...), nprocs=2)"
+        )
     if not isinstance(nprocs, int) or nprocs < 1:
         raise MisuseError(f"spawn: nprocs={nprocs!r} starts no rank", "nprocs=2")
     if start_method != "spawn":
         raise MisuseError(
-            f"spawn: start_method={start_method!r}: a forked rank would inherit locks that threads of this process hold",
+            f"spawn: start_method={start_method!r}: a forked rank would inherit locks that threads hold here",
             'start_method="spawn"',
         )
-    ranks = SpawnedRanks(fn, tuple(args), nprocs, timeout, tied=join or threading.current_thread() is threading.main_thread())
+    ranks = SpawnedRanks(
+        fn, tuple(args), nprocs, timeout, tied=join or threading.current_thread() is threading.main_thread()
+    )
     if not join:
         return ranks
     ranks.join()
@@ -93,7 +98,9 @@ def spawn(
 class SpawnedRanks:
     """The ranks of one `spawn(..., join=False)`."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple, nprocs: int, timeout: float | None, tied: bool) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple, nprocs: int, timeout: float | None, tied: bool
+    ) -> None:
         self._timeout = timeout
         self._began = time.monotonic()
         self._port = ports.reserve()
@@ -128,7 +135,12 @@ class SpawnedRanks:
             except KeyboardInterrupt as error:
                 interrupt = error
                 self._supervisor.send(self._supervisor.course.interrupted(signal.SIGINT, time.monotonic()))
-            if interrupt is None and until is not None and time.monotonic() >= until and self._supervisor.running:
+            if (
+                interrupt is None
+                and until is not None
+                and time.monotonic() >= until
+                and self._supervisor.running
+            ):
                 return False
         self._supervisor.finish()
         endings = self._supervisor.endings()
@@ -156,10 +168,14 @@ class SpawnedRanks:
         first = first_failure(endings)
         if first is not None:
             others = [f"rank {ending.rank} {ending.describe()}" for ending in endings if ending is not first]
-            raise SpawnError("; ".join([f"spawn: rank {first.rank} failed first: {first.describe()}", *others]), first)
+            raise SpawnError(
+                "; ".join([f"spawn: rank {first.rank} failed first: {first.describe()}", *others]), first
+            )
         stopped = [ending for ending in endings if ending.stopped is not None]
         if stopped:
-            where = [f"rank {ending.rank}" + (f" in {ending.doing}" if ending.doing else "") for ending in stopped]
+            where = [
+                f"rank {ending.rank}" + (f" in {ending.doing}" if ending.doing else "") for ending in stopped
+            ]
             raise SpawnError(f"spawn: still running after timeout={self._timeout:g} s: " + ", ".join(where))
 
     def _start(self, fn: Callable[..., Any], args: tuple, nprocs: int, tied: bool) -> None:
@@ -169,7 +185,9 @@ class SpawnedRanks:
         finally:
             handles.close()
 
-    def _described(self, fn: Callable[..., Any], args: tuple, nprocs: int, tied: bool, handles: _Handles) -> list[Start]:
+    def _described(
+        self, fn: Callable[..., Any], args: tuple, nprocs: int, tied: bool, handles: _Handles
+    ) -> list[Start]:
         payload = os.path.join(self._supervisor.run_dir, "payload")
         with open(payload, "wb") as file:
             file.write(_pickled(fn, args, handles))
@@ -188,8 +206,17 @@ class SpawnedRanks:
                 launcher=Launcher.PHALANX,
                 run_id=run_id,
             )
-            described = json.dumps([self._supervisor.run_dir, rank, os.getpid() if tied else None, payload, tracker])
-            argv = [os.fsdecode(mp_spawn.get_executable()), "-u", "-c", _CHILD, json.dumps(_search_path()), described]
+            described = json.dumps(
+                [self._supervisor.run_dir, rank, os.getpid() if tied else None, payload, tracker]
+            )
+            argv = [
+                os.fsdecode(mp_spawn.get_executable()),
+                "-u",
+                "-c",
+                _CHILD,
+                json.dumps(_search_path()),
+                described,
+            ]
             env = environment.child_environment(place, threads)
             starts.append(Start(rank, argv, env, None, [tracker, *handles.fds], reads_input=rank == 0))
         return starts
@@ -213,7 +240,7 @@ class _Handles:
         self.fds: list[int] = []
 
     def duplicate_for_child(self, fd: int) -> int:
-        """A descriptor of its own for each reference, since the child closes each; it keeps its number there."""
+        """A descriptor of its own for each reference, as the child closes each; the number stays."""
         self.fds.append(os.dup(fd))
         return self.fds[-1]
 

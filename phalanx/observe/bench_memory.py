@@ -4,7 +4,9 @@ Each variant runs in processes of its own. Private memory is what belongs to one
 shared memory (a transport's arena) is counted once for the host, however many ranks map it. Both
 come from /proc/self/smaps_rollup, as growth from before the model was built to after some steps,
 with gradients alive and the allocator's free memory handed back to the kernel: what remains is
-what training holds at its fullest, apart from activations, which no variant changes.
+what training holds at its fullest, apart from activations, which no variant changes. The peak of
+the resident set (activations included) is given for completeness: there, shared pages count in
+every rank that has touched them.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from phalanx.errors import MisuseError
 from phalanx.group import world
 from phalanx.group.process_group import PhalanxProcessGroup, for_process_group
 from phalanx.parallel import buffers
+from phalanx.parallel.in_backward import InBackwardOptimizers
+from phalanx.parallel.mixed_precision import LowPrecision
 from phalanx.parallel.options import DEFAULT_BUCKET_MB, Options, buffer_sync, check_devices
 from phalanx.parallel.torch_surface import TorchSurface
 from phalanx.parallel.uneven import Uneven
@@ -97,14 +99,21 @@ class DistributedDataParallel(Uneven, TorchSurface, nn.parallel.DistributedDataP
         if init_sync:
             self._broadcast_module(0, with_buffers=sync_init)
         self._finish_surface()
+        if mixed_precision is not None:
+            self._low = LowPrecision(mixed_precision, module, self._everything)
+            self._reducer.lend_places = False
+            self._reducer.before_end = self._low.restore
+            self._remember_structure()
 
     def _attach(self, group: PhalanxProcessGroup) -> None:
         """Everything that belongs to this process and is not pickled."""
         self._group = group
         self._require_sync = True
+        self._low: LowPrecision | None = None
+        self._in_backward: InBackwardOptimizers | None = None
         self.require_forward_param_sync = True
         self._structure: list[int] = []
-        self._buffers_list: list[torch.Tensor] = []
+        self.modules_buffers: list[torch.Tensor] = []
         named = self._trainable()
         self._reducer = Reducer(
             group, named, sparse_parameters(self.module), self.options.caps, lambda: self._require_sync
@@ -119,7 +128,7 @@ class DistributedDataParallel(Uneven, TorchSurface, nn.parallel.DistributedDataP
 
     def _listed_buffers(self) -> Callable[[], list[torch.Tensor]]:
         me = weakref.ref(self)
-        return lambda: me()._buffers_list  # type: ignore[union-attr]
+        return lambda: me().modules_buffers  # type: ignore[union-attr]
 
     # -- the model -----------------------------------------------------------------------------------
 
@@ -136,9 +145,10 @@ class DistributedDataParallel(Uneven, TorchSurface, nn.parallel.DistributedDataP
         self._parameter_dicts = [m._parameters for m in modules if m._parameters]
         self._child_dicts = [m._modules for m in modules if m._modules]
         self._structure = self._snapshot()
-        self._buffers_list = [
-            buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore
-        ]
+        self.named_module_buffers = {
+            name: buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore
+        }
+        self.modules_buffers = list(self.named_module_buffers.values())
         self._buffer_dicts = [m._buffers for m in modules if m._buffers]
         self._buffer_ids = self._snapshot_buffers()
         parameters = self._reducer.parameters
@@ -179,7 +189,7 @@ class DistributedDataParallel(Uneven, TorchSurface, nn.parallel.DistributedDataP
         """Copy parameters (and buffers) of rank `root` to all ranks."""
         self._remember_structure()
         tensors = [p.data for p in self._everything]
-        buffers.broadcast(self._group, tensors + (self._buffers_list if with_buffers else []), root)
+        buffers.broadcast(self._group, tensors + (self.modules_buffers if with_buffers else []), root)
 
     def _sync_final_model(self, root: int) -> None:
         """Give every rank the model of `root`, after ranks have done different numbers of steps."""
@@ -192,20 +202,32 @@ class DistributedDataParallel(Uneven, TorchSurface, nn.parallel.DistributedDataP
         training = torch.is_grad_enabled()
         if current_task() == -1:
             self._reducer.forget_backward()
+        self._refuse_changed_graph()
+        if self._in_backward is None:
+            self._take_over_optimizers()
         self._follow_model()
-        if training and self.module.training and self._buffers_list and self.will_sync_module_buffers():
+        if training and self.module.training and self.modules_buffers and self.will_sync_module_buffers():
             self._sync_buffers()
         if self.options.device_ids is not None:
             moved, moved_kwargs = _to_kwargs(
                 inputs, kwargs, torch.device("cuda", self.options.device_ids[0]), use_side_stream_for_tensor_copies=False
             )
             inputs, kwargs = moved[0], moved_kwargs[0]
+        if self._low is not None:
+            inputs, kwargs = self._low.lower(inputs, kwargs)
         with self._inside_forward():
             output = self.module(*inputs, **kwargs)
+        if self._low is not None and not training:
+            self._low.restore()
         if training:
             self._watch(output, self._require_sync)
             self._forward_done(output)
         return output
+
+    def _take_over_optimizers(self) -> None:
+        self._in_backward = InBackwardOptimizers()
+        self._in_backward.take_over(self._reducer.parameters)
+        self._reducer.after_flush.append(self._in_backward.step)
 
     def _watch(self, output: Any, synced: bool) -> None:
         """Have the reducer told when the gradient of an output arrives, before any of the parameters' do."""
@@ -317,8 +339,8 @@ class DistributedDataParallel(Uneven, TorchSurface, nn.parallel.DistributedDataP
 
 _NOT_PICKLED = (
     "process_group", "device_mesh", "_group", "_reducer", "_parameter_dicts", "_child_dicts", "_buffer_dicts",
-    "_structure", "_buffers_list", "_buffer_ids", "_hooked", "_everything", "_grads_required", "_join_config",
-    "_surface", "_broadcaster", "_logging",
+    "_structure", "modules_buffers", "named_module_buffers", "_buffer_ids", "_hooked", "_everything", "_grads_required", "_join_config",
+    "_surface", "_broadcaster", "_low", "_in_backward", "_logging",
 )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ class ReducerSurface:
         return torch.tensor(self._ddp._reducer.statistics.used_map(), dtype=torch.int32)
 
     def _ddp_graph_static(self) -> bool:
-        return self._ddp._reducer.statistics.used_sets_seen == 0
+        return self._ddp._reducer.statistics.used_set_changes == 0
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -63,6 +63,9 @@ class TorchSurface(Wrapped):
         self._authoritative_rank = 0
         self._reducer.after_flush.append(self._wait_for_buffer_hooks)
         self._reducer.after_flush.append(self._logging.backward_ended)
+        self._reducer.after_flush.append(self._check_static_graph)
+        self._first_used: frozenset[int] | None = None
+        self._graph_changed = False
 
     def _finish_surface(self) -> None:
         options = self.options
@@ -125,6 +128,36 @@ class TorchSurface(Wrapped):
             self._log_and_throw(RuntimeError, "_set_static_graph() should be called before training loop starts")
         self.static_graph = True
 
+    def _check_static_graph(self) -> None:
+        """Hold the user to static_graph=True, with torch's texts; every rank sees the same."""
+        if not self.static_graph:
+            return
+        used = self._reducer.statistics.used
+        if self._first_used is None:
+            self._first_used = used
+        self._graph_changed = used != self._first_used
+        if not used <= self._first_used:
+            self._log_and_throw(
+                RuntimeError,
+                "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
+                "iteration, but then got used in the second iteration. this is not compatible with static_graph set "
+                "to True. Instead: leave static_graph out, it is not needed.",
+            )
+
+    def _refuse_changed_graph(self) -> None:
+        if self._graph_changed:
+            self._graph_changed = False
+            changed = sorted(self._first_used ^ self._reducer.statistics.used)
+            self._log_and_throw(
+                RuntimeError,
+                "Expected to have finished reduction in the prior iteration before starting a new one. This error "
+                "indicates that your training graph has changed in this iteration, e.g., one parameter is used in "
+                "first iteration, but then got unused in the second iteration. this is not compatible with "
+                "static_graph set to True.\nParameter indices which did not receive grad for rank "
+                f"{self._group.core.rank}: {' '.join(map(str, changed))}\n"
+                "Instead: leave static_graph out, it is not needed.",
+            )
+
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
         pass
 
@@ -166,19 +199,9 @@ class TorchSurface(Wrapped):
 
     # -- buffers -----------------------------------------------------------------------------------------
 
-    @property
-    def modules_buffers(self) -> list[torch.Tensor]:
-        """The buffers that are kept equal, in order."""
-        return self._buffers_list
-
-    @property
-    def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that are kept equal, by name."""
-        return {n: b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore}
-
     def will_sync_module_buffers(self) -> bool:
         """Whether a training forward would bring buffers in line now."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffers_list)
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
 
     def _has_buffer_hook_at(self, location: _BufferCommHookLocation) -> bool:
         hook = self.buffer_hook
@@ -222,7 +245,7 @@ class TorchSurface(Wrapped):
     def _default_broadcast_coalesced(
         self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
-        buffers.broadcast(self._group, self._buffers_list if bufs is None else bufs, authoritative_rank)
+        buffers.broadcast(self._group, self.modules_buffers if bufs is None else bufs, authoritative_rank)
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0

@@ -11,7 +11,6 @@ synchronises its wrapped models in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Protocol
 
@@ -46,12 +45,14 @@ def arm(listener: Listener) -> int:
     return task
 
 
-def forget(tasks: Iterable[int], listener: Listener) -> None:
-    """Drop what `listener` armed in tasks that will never end (their backward raised)."""
-    for task in tasks:
-        waiting = _armed.get(task)
-        if waiting is not None:
-            waiting.pop(listener.order, None)
+def forget(listener: Listener) -> None:
+    """Drop what `listener` has armed: its backward raised, so that it will never end.
+
+    Every task is looked at, since those of outer nodes are not known to the listener.
+    """
+    for task, waiting in list(_armed.items()):
+        if waiting.get(listener.order) is listener:
+            del waiting[listener.order]
             if not waiting:
                 del _armed[task]
 

@@ -65,6 +65,8 @@ class Reducer:
         self.divisor: int | None = None
         self.comm_hook: HookRunner | None = None
         self.after_flush: list[Callable[[], None]] = []
+        self.lend_places = True  # whether autograd accumulates straight into gradient memory
+        self.before_end: Callable[[], None] = _nothing
         self.on_build: Callable[[], None] = _nothing
         self.statistics = Statistics()
         self._wants_sync, self._sparse_names = wants_sync, sparse_names
@@ -147,12 +149,17 @@ class Reducer:
     # -- during backward -----------------------------------------------------------------------------
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        fired, task_now = self._fired, backward.current_task
+        # Weakly: autograd keeps hooks where the garbage collector cannot see them, so that a cycle through one
+        # would keep a dropped wrapper, its model and its shared memory for good.
+        fired, task_now, me = self._fired, backward.current_task, weakref.ref(self)
 
         def fire(_: torch.Tensor) -> None:
+            reducer = me()
+            if reducer is None:
+                return
             fired.append(index)
-            if task_now() != self._task:
-                self._arm()
+            if task_now() != reducer._task:
+                reducer._arm()
 
         return fire
 
@@ -176,7 +183,7 @@ class Reducer:
 
     def _begin(self) -> None:
         """Give every parameter without a gradient its zeroed place."""
-        if self.stale:
+        if self.stale or not self.lend_places:
             return
         params, views = self._params, self._views
         empty = [i for i in self._placed if params[i].grad is None and params[i].requires_grad]
@@ -193,7 +200,7 @@ class Reducer:
     def forget_backward(self) -> None:
         """Clean up after a backward that never ended (it raised). Called at every forward."""
         if self._tasks:
-            backward.forget(self._tasks, self)
+            backward.forget(self)
             self._restore(set(self._fired))
             self.weights.clear()
             self._end_of_task()
@@ -213,6 +220,7 @@ class Reducer:
 
     def backward_ended(self) -> None:
         """See backward.Listener."""
+        self.before_end()
         fired = set(self._fired)
         untouched = {
             index

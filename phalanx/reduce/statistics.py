@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from phalanx.group.ticket import Ticket
 from phalanx.reduce.plan import Plan
@@ -19,9 +19,8 @@ class Statistics:
     last_started: float = 0.0
     last_ended: float = 0.0
     buckets_reduced: int = 0
-    used_counts: list[int] = field(default_factory=list)
-    used_sets_seen: int = 0
-    _last_used: frozenset[int] | None = None
+    used: frozenset[int] = frozenset()
+    used_set_changes: int = 0
     _bitmaps: tuple[bytes, ...] = ()
     _size: int = 0
 
@@ -43,10 +42,10 @@ class Statistics:
         self.last_started, self.last_ended = started, time.perf_counter()
         self.flushes += 1
         self.seconds += self.last_ended - started
-        seen = frozenset(used) if len(used) != len(plan.entries) else None
-        if self.flushes > 1 and seen != self._last_used:
-            self.used_sets_seen += 1
-        self._last_used = seen
-        self.buckets_reduced = (
-            len(plan.buckets) if seen is None else sum(1 for b in plan.buckets if not seen.isdisjoint(b.members))
-        )
+        if len(used) == len(plan.entries) == len(self.used):
+            return  # the usual case: everything, as before
+        seen = frozenset(used)
+        if self.flushes > 1 and seen != self.used:
+            self.used_set_changes += 1
+        self.used = seen
+        self.buckets_reduced = sum(1 for bucket in plan.buckets if not seen.isdisjoint(bucket.members))

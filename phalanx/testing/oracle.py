@@ -1,9 +1,10 @@
 """What one process with the whole batch would have: the truth that N ranks are compared with.
 
-A step's batches are given rank by rank, and each rank's as a list of micro-batches: `batches[rank][i]`. Two
-policies say how they are averaged. Without `items`, every rank counts as one, as in torch: the mean over ranks
-of the sum over a rank's micro-batches. With `items`, which counts the items of a batch, every item counts as
-one: the mean over all items, however they are split; the loss must then be a mean over its batch's items.
+A step's batches are given rank by rank, and each rank's as a list of micro-batches: `batches[rank][i]`.
+Two policies say how they are averaged. Without `items`, every rank counts as one, as in torch: the mean
+over ranks of the sum over a rank's micro-batches. With `items`, which counts the items of a batch, every
+item counts as one: the mean over all items, however they are split; the loss must then be a mean over its
+batch's items.
 
 Nothing here knows of ranks, groups or reducers: one copy of the model, plain autograd.
 """
@@ -30,8 +31,8 @@ def gradients(
 ) -> Gradients:
     """Return the gradient of each parameter by name, None for one that no loss depends on.
 
-    `loss(model, batch)` is one micro-batch's. `divisor` is what the sum is divided by, where it is neither the
-    number of ranks nor that of items. The model is left as it is, buffers included.
+    `loss(model, batch)` is one micro-batch's. `divisor` is what the sum is divided by, where it is neither
+    the number of ranks nor that of items. The model is left as it is, buffers included.
     """
     model = copy.deepcopy(model)
     _accumulate(model, loss, batches, items, divisor)

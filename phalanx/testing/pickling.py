@@ -17,7 +17,7 @@ def dumps(program: Any) -> bytes:
 
 
 class _Pickler(cloudpickle.CloudPickler):
-    """Keeps the file name of code, which cloudpickle drops: tracebacks of a rank show the lines of the test."""
+    """Keeps the file name of code, which cloudpickle drops, so that tracebacks show the lines of the test."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.CodeType):

@@ -151,7 +151,7 @@ def _started(tasks: Sequence[_Task]) -> Iterator[list[_Rank]]:
 
 
 def _watch(ranks: Sequence[_Rank], settings: Settings, started: float) -> None:
-    """Wait until every rank has an outcome, or give those an outcome that are still running at the limit."""
+    """Wait until every rank has an outcome; give one to those that are still running at the limit."""
     limit, verdict = time.monotonic() + settings.timeout, Ending.HUNG
     while running := [rank for rank in ranks if rank.outcome is None]:
         sources = [source for rank in running for source in rank.sources()]
@@ -188,7 +188,8 @@ def _outcome_of(rank: int, report: _Report | None, exitcode: int, started: float
     at = report.at - started
     if ending is Ending.RETURNED:
         if exitcode:
-            return Outcome(rank, Ending.EXITED, at, text=f"returned, then exit code {exitcode}", exitcode=exitcode)
+            text = f"returned, then exit code {exitcode}"
+            return Outcome(rank, Ending.EXITED, at, text=text, exitcode=exitcode)
         return Outcome(rank, ending, at, value=loaded, exitcode=exitcode)
     return Outcome(rank, ending, at, error=loaded, text=text, exitcode=exitcode)
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from phalanx.errors import MisuseError
 
 MARGIN = 5.0
-"""Seconds by which a group's own timeout is longer than the world's, so that the world's report comes first."""
+"""Seconds that a group's own timeout is longer than the world's, so that the world's report comes first."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Ranks as threads of one process, each with its own torch.distributed.
 
-torch.distributed keeps its state (the default group, names, stores) in one object, `distributed_c10d._world`.
-While a threads world runs, a router stands in its place, which hands every look at it on to the world of the
-rank that the looking thread works for: a rank's own thread, and every thread that one starts. Any other thread
-sees the state that was there before. The registry of groups in C++ is made per thread in the same time.
+torch.distributed keeps its state (the default group, names, stores) in one object,
+`distributed_c10d._world`. While a threads world runs, a router stands in its place, which hands every
+look at it on to the world of the rank that the looking thread works for: a rank's own thread, and every
+thread that one starts. Any other thread sees the state that was there before. The registry of groups in
+C++ is made per thread in the same time.
 
 Autograd on the CPU runs in the thread that calls `backward`, so hooks see their rank's world too.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import gc
 import queue
@@ -192,7 +194,7 @@ class _Run:
         return [outcomes[rank] for rank in sorted(outcomes)]
 
     def _collect(self, outcomes: dict[int, Outcome]) -> None:
-        """Wait until every rank has an outcome, or give those an outcome that are still running at the limit."""
+        """Wait until every rank has an outcome; give one to those that are still running at the limit."""
         limit, verdict = self._started + self._settings.timeout, Ending.HUNG
         while len(outcomes) < self._settings.n:
             try:
@@ -215,7 +217,7 @@ class _Run:
                 self._leave()
             except Exception:
                 note = f"Then its process group did not close:\n{traceback.format_exc()}"
-                outcome = Outcome(rank, outcome.ending, outcome.at, error=outcome.error, text=outcome.text + note)
+                outcome = dataclasses.replace(outcome, text=outcome.text + note)
             gc.collect()  # A group that only garbage holds keeps its connections open, and its peers waiting.
         self._ended.put(outcome)
 
@@ -224,7 +226,11 @@ class _Run:
         try:
             if settings.backend is not None:
                 dist.init_process_group(
-                    settings.backend, store=self._store, rank=rank, world_size=settings.n, timeout=settings.patience
+                    settings.backend,
+                    store=self._store,
+                    rank=rank,
+                    world_size=settings.n,
+                    timeout=settings.patience,
                 )
             value = self._fn(rank, *self._args)
             at = self._clock()
@@ -250,9 +256,8 @@ class _Run:
         """Take the stacks of the ranks that are still running, then end their threads as far as one can."""
         running = [rank for rank in range(self._settings.n) if rank not in outcomes]
         at, stacks = self._clock(), self._stacks(running)
-        closers = [
-            threading.Thread(target=_close_groups, args=(self._worlds[rank],), daemon=True) for rank in running
-        ]
+        worlds = [self._worlds[rank] for rank in running]
+        closers = [threading.Thread(target=_close_groups, args=(world,), daemon=True) for world in worlds]
         for closer in closers:
             closer.start()
         for rank in running:
@@ -261,14 +266,16 @@ class _Run:
         for thread in [*closers, *(self._threads[rank] for rank in running)]:
             thread.join(max(0.0, until - time.monotonic()))
         for rank in running:
-            left = "Its thread could not be ended and is left behind.\n" if self._threads[rank].is_alive() else ""
-            outcomes[rank] = Outcome(rank, verdict, at, text=stacks[rank] + left)
+            text = stacks[rank]
+            if self._threads[rank].is_alive():
+                text += "Its thread could not be ended and is left behind.\n"
+            outcomes[rank] = Outcome(rank, verdict, at, text=text)
 
     def _stacks(self, running: Sequence[int]) -> dict[int, str]:
         frames, texts = sys._current_frames(), {}
         for rank in running:
             frame = frames.get(self._threads[rank].ident)
-            lines = _of_the_program(traceback.extract_stack(frame)) if frame else ["The thread has just ended.\n"]
+            lines = _of_the_program(traceback.extract_stack(frame)) if frame else ["It has just ended.\n"]
             texts[rank] = f"Stack of the thread of rank {rank} (most recent call last):\n" + "".join(lines)
         return texts
 

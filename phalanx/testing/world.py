@@ -25,16 +25,17 @@ def run(
     group_timeout: float | None = None,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run `fn(rank, *args)` on `n` ranks of a new torch.distributed world; return their values, in order of rank.
+    """Run `fn(rank, *args)` on `n` ranks of a new torch.distributed world; return their values by rank.
 
     `over="threads"` starts in a millisecond and shares all that threads share (the default random generator:
-    see `seeded` and `generator`). `over="processes"` runs real processes, which may be killed; `fn`, `args` and
-    the results are pickled, functions without an importable name included. A script that calls it needs
+    see `seeded` and `generator`). `over="processes"` runs real processes, which may be killed; `fn`, `args`
+    and the results are pickled, functions without an importable name included. A script that calls it needs
     `if __name__ == "__main__":`, as with multiprocessing.
 
-    The default process group is there when `fn` begins, made by `init_process_group(backend)` with a timeout of
-    `group_timeout` (a little more than `timeout`), and is closed when `fn` has returned; with `backend=None`
-    that is left to `fn`. Processes also find a launcher's variables in their environment, and those of `env`.
+    The default process group is there when `fn` begins, made by `init_process_group(backend)` with a
+    timeout of `group_timeout` (a little more than `timeout`), and is closed when `fn` has returned; with
+    `backend=None` that is left to `fn`. Processes also find a launcher's variables in their environment,
+    and those of `env`.
 
     If ranks fail, raises one `WorldError`, whose text has each one's traceback, the first in time on top. The
     ranks that are left get a few seconds to notice. A rank that runs after `timeout` seconds has failed, and

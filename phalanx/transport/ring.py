@@ -12,7 +12,8 @@ with the number of the fence they follow, so that one left from a call that rais
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -67,55 +68,55 @@ class Ring:
 
     def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int, fence: Fence) -> None:
         """See Transport.reduce."""
-        tag = _begin(fence)
         flat = tensor.view(-1)
         bounds = [flat.numel() * place // self._size for place in range(self._size + 1)]
         parts = [flat[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
         if root not in (-1, self._rank):
             parts = [part.clone() for part in parts]  # only the root's own tensor may change
-        parts[self._rank].copy_(self._added_up(parts, reduction, tag))
-        self._spread(parts, tag)
+        with _begun(fence) as tag:
+            parts[self._rank].copy_(self._added_up(parts, reduction, tag))
+            self._spread(parts, tag)
 
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction, fence: Fence
     ) -> None:
         """See Transport.reduce_scatter."""
-        tag = _begin(fence)
-        output.view(-1).copy_(self._added_up([part.view(-1) for part in inputs], reduction, tag))
+        with _begun(fence) as tag:
+            output.view(-1).copy_(self._added_up([part.view(-1) for part in inputs], reduction, tag))
 
     def share(
         self, mine: torch.Tensor | None, outputs: Sequence[torch.Tensor | None], size: int, fence: Fence
     ) -> None:
         """See Transport.share: all ranks give to all, or one gives and the others hand on."""
-        tag = _begin(fence)
         root = giver(mine, outputs, self._rank)
-        if root < 0:
-            blocks = [_bytes(out) for out in outputs]  # type: ignore[arg-type]
-            blocks[self._rank].copy_(_bytes(mine))  # type: ignore[arg-type]
-            self._spread(blocks, tag)
-            return
-        block = _bytes(mine if root == self._rank else outputs[root])  # type: ignore[arg-type]
-        if root != self._rank:
-            self._endpoint.recv(self._left, block, tag)
-        if self._right != root:
-            self._endpoint.send(self._right, block, tag).wait()
+        with _begun(fence) as tag:
+            if root < 0:
+                blocks = [_bytes(out) for out in outputs]  # type: ignore[arg-type]
+                blocks[self._rank].copy_(_bytes(mine))  # type: ignore[arg-type]
+                self._spread(blocks, tag)
+                return
+            block = _bytes(mine if root == self._rank else outputs[root])  # type: ignore[arg-type]
+            if root != self._rank:
+                self._endpoint.recv(self._left, block, tag)
+            if self._right != root:
+                self._endpoint.send(self._right, block, tag).wait()
 
     def route(
         self, parts: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None], largest: int, fence: Fence
     ) -> None:
         """See Transport.route: straight from rank to rank, first the next, then the one after it, and so on."""
-        tag = _begin(fence)
         mine, own = parts[self._rank], outputs[self._rank]
         if mine is not None and own is not None:
             _bytes(own).copy_(_bytes(mine))
-        for distance in range(1, self._size):
-            to, source = (self._rank + distance) % self._size, (self._rank - distance) % self._size
-            part, out = parts[to], outputs[source]
-            sent = None if part is None else self._endpoint.send(to, _bytes(part), tag)
-            if out is not None:
-                self._endpoint.recv(source, _bytes(out), tag)
-            if sent is not None:
-                sent.wait()
+        with _begun(fence) as tag:
+            for distance in range(1, self._size):
+                to, source = (self._rank + distance) % self._size, (self._rank - distance) % self._size
+                part, out = parts[to], outputs[source]
+                sent = None if part is None else self._endpoint.send(to, _bytes(part), tag)
+                if out is not None:
+                    self._endpoint.recv(source, _bytes(out), tag)
+                if sent is not None:
+                    sent.wait()
 
     def close(self) -> None:
         """See Transport.close."""
@@ -151,10 +152,16 @@ def _quotient(total: torch.Tensor, divisor: int) -> torch.Tensor:
     return torch.div(total.to(torch.int64), divisor, rounding_mode="trunc").to(total.dtype)
 
 
-def _begin(fence: Fence) -> int:
+@contextlib.contextmanager
+def _begun(fence: Fence) -> Iterator[int]:
+    """Pass the fence; gives the tag of the messages that follow it."""
     tag = fence.step % _TAGS
     fence()
-    return tag
+    try:
+        yield tag
+    except RuntimeError:
+        fence()  # whatever the endpoint says, the links know which rank is gone
+        raise
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`phalanx run` with real processes and signals. Most ranks do not import torch, so that this is quick."""
+"""`phalanx run` with real processes: variables, arguments, output. Most ranks do not import torch."""
 
 from __future__ import annotations
 
@@ -7,111 +7,27 @@ import json
 import os
 import re
 import select
-import signal
 import socket
 import subprocess
 import sys
 import termios
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
-import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-RANK = "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n"
-ENV = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-ENV["PYTHONPATH"] = str(ROOT)
+from tests.procs.launching import ENV, MARK, Launch, launch, lines_of
 
-
-class Launch:
-    """Writes scripts and launches them; ends whatever is left."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._started: list[subprocess.Popen] = []
-
-    def script(self, code: str, name: str = "script.py") -> str:
-        (self.folder / name).write_text(RANK + textwrap.dedent(code))
-        return name
-
-    def start(self, code: str, *options: str, args: Sequence[str] = (), **keywords: object) -> subprocess.Popen:
-        command = [sys.executable, "-m", "phalanx", "run", *options, self.script(code), *args]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENV, **keywords}
-        self._started.append(subprocess.Popen(command, cwd=self.folder, **streams))
-        return self._started[-1]
-
-    def run(self, code: str, *options: str, args: Sequence[str] = (), **keywords: object) -> subprocess.CompletedProcess:
-        process = self.start(code, *options, args=args, **keywords)
-        out, err = process.communicate(timeout=30)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-    def wait_for(self, pattern: str, count: int, seconds: float = 10.0) -> list[Path]:
-        """Wait for files that the ranks make to say how far they are."""
-        until = time.monotonic() + seconds
-        while len(found := list(self.folder.glob(pattern))) < count:
-            assert time.monotonic() < until, f"only {found} of {count} {pattern}"
-            time.sleep(0.02)
-        return sorted(found)
-
-    def pids(self, pattern: str, count: int) -> list[int]:
-        """Process ids that are the contents of such files."""
-        until = time.monotonic() + 5
-        while True:
-            texts = [path.read_text() for path in self.wait_for(pattern, count)]
-            if all(texts):
-                return [int(text) for text in texts]
-            assert time.monotonic() < until
-            time.sleep(0.02)
-
-    def close(self) -> None:
-        for process in self._started:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout, process.stderr):
-                if stream is not None:
-                    stream.close()
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    launcher = Launch(tmp_path)
-    yield launcher
-    launcher.close()
-
-
-def gone(pids: Sequence[int], seconds: float) -> bool:
-    """Whether all these processes have ended within the time; a zombie has ended."""
-
-    def running(pid: int) -> bool:
-        try:
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    until = time.monotonic() + seconds
-    while any(map(running, pids)):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def lines_of(text: str, rank: int) -> list[str]:
-    prefix = f"[rank {rank}] "
-    return [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
-
-
-MARK = "open(f'pid-{rank}', 'w').write(str(os.getpid()))\n"
+__all__ = ["launch"]  # the fixture
 
 
 def test_help_is_quick_and_imports_no_torch() -> None:
     seconds = []
     for _ in range(5):
-        process = subprocess.Popen([sys.executable, "-m", "phalanx", "--help"], env=ENV, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx", "--help"], env=ENV, stdout=subprocess.DEVNULL
+        )
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         assert process.returncode == 0
@@ -123,9 +39,9 @@ def test_help_is_quick_and_imports_no_torch() -> None:
 
 def test_ranks_get_torchruns_variables_and_arguments(launch: Launch) -> None:
     names = (
-        "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME "
-        "MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS "
-        "TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS PHALANX_RUN_ID"
+        "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE "
+        "ROLE_NAME MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT "
+        "TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS PHALANX_RUN_ID"
     ).split()
     code = f"import json; print(json.dumps([{{n: os.environ[n] for n in {names}}}, sys.argv]))"
     done = launch.run(code, "-n", "2", args=["-n", "5", "--help", "--", "x y"])
@@ -149,7 +65,7 @@ def test_threads_of_the_user_win(launch: Launch) -> None:
 
 
 def test_ranks_of_a_second_host(launch: Launch) -> None:
-    code = "print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
+    code = "print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')))"
     done = launch.run(code, "-n", "2", "--nnodes", "2", "--node-rank", "1", "--master-addr", "node0")
     assert lines_of(done.stdout, 3) == ["3 4 node0 29500"]
     assert "2 ranks of 4" in done.stderr and "node0:29500" in done.stderr
@@ -192,7 +108,7 @@ if __name__ == "__main__":
         queue.put(None)
     main = sys.modules["__main__"]
     names = {n: repr(getattr(main, n)).split(" at 0x")[0] for n in dir(main) if n.startswith("__")}
-    print(json.dumps([names, main.__dict__ is globals(), sys.argv, sys.path, queue.get(), sys.flags.safe_path]))
+    print(json.dumps([names, main.__dict__ is globals(), sys.argv, sys.path, queue.get()]))
     sys.exit(int(sys.argv[1]))
 """
 
@@ -204,7 +120,9 @@ def test_a_script_cannot_tell_the_launcher_from_plain_python(launch: Launch, how
         launch.script(PROBE.replace("rank", "_"), name)
     env = {**ENV, "RANK": "0"}
     plain, run = (
-        subprocess.run([*start, *how, "7"], cwd=launch.folder, env=env, capture_output=True, text=True, timeout=20)
+        subprocess.run(
+            [*start, *how, "7"], cwd=launch.folder, env=env, capture_output=True, text=True, timeout=20
+        )
         for start in ([sys.executable, "-u"], [sys.executable, "-m", "phalanx", "run", "-n", "1"])
     )
     assert plain.returncode == run.returncode == 7
@@ -224,14 +142,21 @@ def test_a_script_cannot_tell_the_launcher_from_plain_python(launch: Launch, how
         ("os._exit(9)", 9),
         ("os.abort()", 134),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137),
-        ("import atexit; atexit.register(print, 'left'); sys.excepthook = lambda *a: print('hook'); 1 / 0", 1),
+        (
+            "import atexit; atexit.register(print, 'left'); sys.excepthook = lambda *a: print('hook'); 1 / 0",
+            1,
+        ),
         ("def broken(: pass", 1),
     ],
 )
 def test_exit_codes_and_output_are_plain_pythons(launch: Launch, code: str, exit_code: int) -> None:
     run = launch.run(code, "-n", "1")
     plain = subprocess.run(
-        [sys.executable, "-u", "script.py"], cwd=launch.folder, env={**ENV, "RANK": "0"}, capture_output=True, text=True
+        [sys.executable, "-u", "script.py"],
+        cwd=launch.folder,
+        env={**ENV, "RANK": "0"},
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == exit_code
     assert plain.returncode % 256 == exit_code or plain.returncode == 128 - exit_code
@@ -239,151 +164,6 @@ def test_exit_codes_and_output_are_plain_pythons(launch: Launch, code: str, exit
     if "abort" not in code:  # where Python adds its stacks
         assert plain.stderr in run.stderr
     assert ("phalanx: rank 0 failed:" in run.stderr) == (exit_code != 0)
-
-
-def test_the_first_failure_wins(launch: Launch) -> None:
-    code = """
-    from phalanx.errors import PeerLostError
-    if rank == 1:
-        print("before")
-        time.sleep(0.3)
-        raise ValueError("bad batch")
-    if rank == 0:  # a victim that ends before the one that it blames
-        time.sleep(0.1)
-        raise PeerLostError(peer=1, rank=0, call="step")
-    def step():
-        time.sleep(60)
-    step()
-    """
-    began = time.monotonic()
-    done = launch.run(code, "-n", "3")
-    assert time.monotonic() - began < 5
-    assert done.returncode == 1
-    assert "[rank 0] phalanx.errors.PeerLostError: [rank 0] rank 1 is gone" in done.stderr
-    report = done.stderr[done.stderr.index("phalanx: rank 1 failed first: ValueError: bad batch") :]
-    assert "rank 0: phalanx.errors.PeerLostError: [rank 0] rank 1 is gone" in report
-    assert "rank 2: stopped by the launcher (SIGTERM); it was in step (" in report
-    assert report.index("Traceback of rank 1:") > report.index("rank 2:")
-    assert done.stderr.endswith("ValueError: bad batch\n")
-    assert "[rank 1] before" in done.stdout
-    assert "bootstrap" not in done.stderr
-
-
-def test_the_exit_code_is_the_failing_ranks(launch: Launch) -> None:
-    assert launch.run("sys.exit(40 + rank) if rank == 1 else time.sleep(60)", "-n", "2").returncode == 41
-    killed = launch.run("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)", "-n", "2")
-    assert killed.returncode == 137
-    assert "rank 1 failed first: killed by SIGKILL (signal 9)" in killed.stderr
-    crashed = launch.run("import ctypes; ctypes.string_at(0) if rank == 0 else time.sleep(60)", "-n", "2")
-    assert crashed.returncode == 139
-    assert "killed by SIGSEGV" in crashed.stderr and "Fatal Python error" in crashed.stderr
-
-
-def test_a_rank_that_hangs_after_its_error_is_still_the_first(launch: Launch) -> None:
-    code = """
-    import threading
-    threading.Thread(target=time.sleep, args=(60,)).start()  # the interpreter waits for it
-    if rank == 0:
-        raise ValueError("early")
-    time.sleep(60)
-    """
-    done = launch.run(code, "-n", "2", "--grace", "1")
-    assert done.returncode == 1
-    assert done.stderr.endswith("ValueError: early\n")
-
-
-def test_a_rank_may_end_well_before_the_others(launch: Launch) -> None:
-    done = launch.run("time.sleep(0.5 * rank); print('done')", "-n", "2")
-    assert done.returncode == 0
-    assert lines_of(done.stdout, 0) == lines_of(done.stdout, 1) == ["done"]
-
-
-def test_sigterm_then_sigkill_after_the_grace_time(launch: Launch) -> None:
-    code = """
-    signal.signal(signal.SIGTERM, lambda *_: print("asked"))
-    if rank == 0:
-        time.sleep(0.3)
-        sys.exit(3)
-    while True:
-        time.sleep(1)
-    """
-    began = time.monotonic()
-    done = launch.run(code, "-n", "2", "--grace", "0.5")
-    assert 1.5 < time.monotonic() - began < 6
-    assert done.returncode == 3
-    assert lines_of(done.stdout, 1) == ["asked"]
-    assert "rank 1: stopped by the launcher (SIGKILL)" in done.stderr
-
-
-def test_a_stopped_rank_is_ended_too(launch: Launch) -> None:
-    code = MARK + "time.sleep(0.5); sys.exit(3) if rank == 0 else os.kill(os.getpid(), signal.SIGSTOP)"
-    assert launch.run(code, "-n", "2", "--grace", "0.3").returncode == 3
-    assert gone(launch.pids("pid-*", 2), 1)
-
-
-@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_signals_are_passed_on_once(launch: Launch, signum: int, exit_code: int) -> None:
-    code = f"""
-    times = []
-    signal.signal({int(signum)}, lambda *_: times.append(1))
-    {MARK}
-    while not times:
-        time.sleep(0.05)
-    time.sleep(0.3)
-    print(f"got {{len(times)}}")
-    """.replace(MARK, MARK.strip())
-    process = launch.start(code, "-n", "2")
-    launch.pids("pid-*", 2)
-    process.send_signal(signum)
-    out, err = process.communicate(timeout=10)
-    assert process.returncode == exit_code, err
-    assert lines_of(out, 0) == lines_of(out, 1) == ["got 1"]
-    assert re.search(rf"stopped by {signal.Signals(signum).name} after [\d.]+ s \(exit code {exit_code}\)\n$", err)
-
-
-def test_a_second_interrupt_kills_at_once(launch: Launch) -> None:
-    process = launch.start("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + MARK + "time.sleep(60)", "-n", "2")
-    pids = launch.pids("pid-*", 2)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=3) == 130
-    assert gone(pids, 1)
-
-
-def test_user_signals_are_passed_on_without_ending_the_run(launch: Launch) -> None:
-    code = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n" + MARK + "time.sleep(60)"
-    process = launch.start(code, "-n", "2")
-    launch.pids("pid-*", 2)
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(timeout=5) == 0
-
-
-CHILDREN = """
-import subprocess
-child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"])
-open(f"child-{rank}", "w").write(str(child.pid))
-"""
-
-
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)"])
-def test_children_of_ranks_end_with_them(launch: Launch, end: str) -> None:
-    launch.run(CHILDREN + "time.sleep(0.3)\n" + end, "-n", "2")
-    assert gone(launch.pids("child-*", 2), 0.5)
-
-
-def test_ranks_and_their_children_die_with_the_launcher(launch: Launch) -> None:
-    process = launch.start(CHILDREN + MARK + "time.sleep(60)", "-n", "2")
-    pids = launch.pids("pid-*", 2) + launch.pids("child-*", 2)
-    process.kill()
-    assert gone(pids, 2)
-
-
-def test_nothing_is_left_in_the_temporary_folder(launch: Launch) -> None:
-    (launch.folder / "tmp").mkdir()
-    launch.run("sys.exit(rank)", "-n", "2", env={**ENV, "TMPDIR": str(launch.folder / "tmp")})
-    assert not list((launch.folder / "tmp").iterdir())
 
 
 def test_long_lines_are_not_cut_or_mixed(launch: Launch) -> None:
@@ -454,7 +234,8 @@ def test_on_a_terminal_rank_0_has_one_and_ctrl_c_comes_once(launch: Launch) -> N
 
 
 def test_log_dir_holds_a_log_per_rank_and_the_report(launch: Launch) -> None:
-    code = "print('out', rank); print('err', rank, file=sys.stderr)\nif rank: raise ValueError('bad')\ntime.sleep(60)"
+    code = "print('out', rank); print('err', rank, file=sys.stderr)\n"
+    code += "if rank: raise ValueError('bad')\ntime.sleep(60)"
     done = launch.run(code, "-n", "2", "--log-dir", "logs/deep")
     assert done.returncode == 1 and "[rank 0] out 0" in done.stdout and "logs/deep/rank-1.log" in done.stderr
     logs = launch.folder / "logs" / "deep"
@@ -480,7 +261,6 @@ def test_only_rank_0_reads_the_input(launch: Launch) -> None:
 
 
 def test_a_port_in_use_is_said_before_anything_starts(launch: Launch) -> None:
-    import socket
 
     with socket.socket() as other:
         other.bind(("", 0))
@@ -501,9 +281,9 @@ def test_a_broken_pipe_reaches_the_ranks(launch: Launch) -> None:
 
 def test_two_launches_at_once_meet_in_ports_of_their_own(launch: Launch) -> None:
     code = """
-    import datetime, torch.distributed as dist
+    import torch.distributed as dist
     port = int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, datetime.timedelta(seconds=20), wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
     run = os.environ["PHALANX_RUN_ID"]
     store.set(f"run {rank}", run)
     assert store.get(f"run {1 - rank}").decode() == run

@@ -130,10 +130,24 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("how", ["script", "module", "stdin", "-c", "prompt"])
 def test_from_a_script_and_where_functions_cannot_be_imported(tmp_path: Path, how: str) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    given = {"script": ["program.py"], "module": ["-m", "program"], "stdin": ["-"], "-c": ["-c", PROGRAM], "prompt": ["-i"]}
-    typed = PROGRAM.replace("\ndef", "\n\ndef").replace("\nif", "\n\nif") + "\n\n"  # a prompt ends blocks by a blank line
+    given = {
+        "script": ["program.py"],
+        "module": ["-m", "program"],
+        "stdin": ["-"],
+        "-c": ["-c", PROGRAM],
+        "prompt": ["-i"],
+    }
+    typed = (
+        PROGRAM.replace("\ndef", "\n\ndef").replace("\nif", "\n\nif") + "\n\n"
+    )  # a prompt ends blocks by a blank line
     done = subprocess.run(
-        [sys.executable, *given[how]], input=typed, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=30
+        [sys.executable, *given[how]],
+        input=typed,
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     assert done.stdout == "[0, 2]\nFalse\n", done.stderr
 
@@ -168,10 +182,17 @@ if __name__ == "__main__":
 def test_ranks_end_with_the_script(tmp_path: Path, signum: int) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(SLEEPER))
     process = subprocess.Popen(
-        [sys.executable, "program.py"], cwd=tmp_path, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**ENV, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     until = time.monotonic() + 15
-    while not all((tmp_path / f"pid-{rank}").is_file() and (tmp_path / f"pid-{rank}").read_text() for rank in range(2)):
+    while not all(
+        (tmp_path / f"pid-{rank}").is_file() and (tmp_path / f"pid-{rank}").read_text() for rank in range(2)
+    ):
         assert time.monotonic() < until
         time.sleep(0.02)
     pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
@@ -179,6 +200,8 @@ def test_ranks_end_with_the_script(tmp_path: Path, signum: int) -> None:
     out, _ = process.communicate(timeout=10)
     assert (process.returncode, out) == ((5, "interrupted\n") if signum == signal.SIGINT else (-9, ""))
     until = time.monotonic() + 2
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+    while any(
+        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids
+    ):
         assert time.monotonic() < until
         time.sleep(0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def test_two_ranks(tmp_path: Path, launcher: str) -> None:
     command = [sys.executable, "-m", *start, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
-    lines = sorted(line.partition("] ")[2] or line for line in done.stdout.splitlines())
+    lines = sorted(re.sub(r"^\[rank \d\] ", "", line) for line in done.stdout.splitlines())
     assert lines == [f"True ({rank}, 2, {rank}, {rank == 0}) [3.0, 3.0] True" for rank in range(2)]
     assert "destroy_process_group" not in done.stderr
 
@@ -94,7 +95,11 @@ def test_a_rank_0_that_does_not_come_is_named_in_time(monkeypatch: pytest.Monkey
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         variables(
-            monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1])
+            monkeypatch,
+            RANK="1",
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(free.getsockname()[1]),
         )
         began = time.monotonic()
         with pytest.raises(CollectiveTimeoutError, match="MASTER_ADDR, MASTER_PORT") as caught:
@@ -117,9 +122,17 @@ def test_another_program_on_the_port_does_not_hold_the_other_ranks(tmp_path: Pat
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        env = {**ENV, "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other.getsockname()[1])}
+        env = {
+            **ENV,
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(other.getsockname()[1]),
+        }
         code = "from phalanx.group import world; world.init('gloo', timeout=1.0)"
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+        )
     assert done.returncode == 1
     assert "does not answer as a store" in done.stderr and "rank 0 has not arrived" in done.stderr
 

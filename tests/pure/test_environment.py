@@ -69,7 +69,9 @@ def test_torchrun() -> None:
 
 
 def test_rank_and_world_size_alone_mean_one_host() -> None:
-    place = Place.from_environment({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+    place = Place.from_environment(
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    )
     assert (place.local_rank, place.local_world_size, place.num_nodes) == (1, 2, 1)
 
 
@@ -126,7 +128,11 @@ def test_torchruns_variables_win_over_slurms_and_openmpis() -> None:
         (SLURM, {"SLURM_LOCALID": None}, "SLURM_LOCALID is not"),
         (OPENMPI, {"OMPI_COMM_WORLD_SIZE": None}, "OMPI_COMM_WORLD_SIZE is not"),
         (OPENMPI, {"OMPI_COMM_WORLD_RANK": None}, "OMPI_COMM_WORLD_RANK is not"),
-        (OPENMPI, {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "MASTER_ADDR is not set"),
+        (
+            OPENMPI,
+            {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            "MASTER_ADDR is not set",
+        ),
     ],
 )
 def test_half_set_and_contradictory_variables_are_named(

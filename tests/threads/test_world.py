@@ -267,7 +267,8 @@ def test_a_fault_fires_once_and_is_on_record(tmp_path):
         return rank
 
     assert faults.fired() == []
-    with pytest.raises(WorldError, match="rank 1 raises an exception at step 2, before the reduction") as caught:
+    text = "rank 1 raises an exception at step 2, before the reduction"
+    with pytest.raises(WorldError, match=text) as caught:
         run(2, program, backend=None)
     assert isinstance(caught.value.errors[1], FaultError)
     assert list(caught.value.errors) == [1]

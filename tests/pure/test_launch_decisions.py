@@ -18,7 +18,9 @@ from phalanx.launch.report import Outcome, innermost_call
 from phalanx.launch.verdict import Ending, Record, State, first_failure
 
 
-def record(time: float, exception: str = "ValueError", message: str = "bad", blames: int | None = None) -> Record:
+def record(
+    time: float, exception: str = "ValueError", message: str = "bad", blames: int | None = None
+) -> Record:
     return Record(time, exception, message, f"Traceback\n{exception}: {message}", blames, code=1)
 
 
@@ -51,16 +53,22 @@ def test_course_passes_on_an_interruption_while_it_settles() -> None:
 
 def test_the_first_failure_is_the_earliest_that_is_no_victim() -> None:
     victim = Ending(0, 10, 1, ended=1.0, record=record(0.9, "phalanx.errors.PeerLostError", blames=1))
-    gloo = Ending(2, 12, 1, ended=1.1, record=record(1.0, "RuntimeError", "Connection closed by peer [::1]:1"))
+    gloo = Ending(
+        2, 12, 1, ended=1.1, record=record(1.0, "RuntimeError", "Connection closed by peer [::1]:1")
+    )
     killed = Ending(1, 11, -9, ended=1.3)
     later = Ending(3, 13, 1, ended=1.4, record=record(1.35))
     assert first_failure([victim, gloo, killed, later]) is killed
 
 
 def test_among_victims_the_blame_is_followed() -> None:
-    endings = [Ending(rank, 10 + rank, 1, 2.0, record=record(1.0 + rank, "E", blames=rank + 1)) for rank in range(3)]
+    endings = [
+        Ending(rank, 10 + rank, 1, 2.0, record=record(1.0 + rank, "E", blames=rank + 1)) for rank in range(3)
+    ]
     assert first_failure(endings) is endings[2]
-    circle = [Ending(rank, 10 + rank, 1, 2.0, record=record(1.0 + rank, "E", blames=1 - rank)) for rank in range(2)]
+    circle = [
+        Ending(rank, 10 + rank, 1, 2.0, record=record(1.0 + rank, "E", blames=1 - rank)) for rank in range(2)
+    ]
     assert first_failure(circle) is not None
 
 
@@ -68,7 +76,11 @@ def test_ranks_that_the_launcher_stopped_have_not_failed() -> None:
     stopped = Ending(0, 10, -signal.SIGTERM, ended=2.0, stopped=1.0)
     on_the_way = Ending(1, 11, 1, ended=2.0, stopped=1.0, record=record(1.5, "KeyboardInterrupt"))
     hung_at_exit = Ending(2, 12, -signal.SIGKILL, ended=9.0, stopped=1.0, record=record(0.5))
-    assert [e.state for e in (stopped, on_the_way, hung_at_exit)] == [State.STOPPED, State.STOPPED, State.FAILED]
+    assert [e.state for e in (stopped, on_the_way, hung_at_exit)] == [
+        State.STOPPED,
+        State.STOPPED,
+        State.FAILED,
+    ]
     assert first_failure([stopped, on_the_way]) is None
     assert hung_at_exit.exit_code == 1
 
@@ -90,7 +102,9 @@ def test_report_ends_with_the_traceback_of_the_first_failure() -> None:
     assert text.endswith("Traceback of rank 1:\nTraceback\nValueError: no such\nbatch\n")
 
 
-@pytest.mark.parametrize(("kills", "words"), [(1, "very likely ran out of memory"), (None, "most often"), (0, "somebody")])
+@pytest.mark.parametrize(
+    ("kills", "words"), [(1, "very likely this rank"), (None, "most often"), (0, "somebody")]
+)
 def test_report_recognizes_a_likely_memory_kill(kills: int | None, words: str) -> None:
     report = outcome([Ending(0, 10, -9, 2.0)], kills=kills)
     assert words in report.text() and "SIGKILL" in report.text()
@@ -99,7 +113,10 @@ def test_report_recognizes_a_likely_memory_kill(kills: int | None, words: str) -
 
 
 def test_report_names_a_cause_on_another_host() -> None:
-    assert "the cause is rank 7, on another host" in outcome([Ending(0, 10, 1, 2.0, record=record(1.0, blames=7))]).text()
+    assert (
+        "the cause is rank 7, on another host"
+        in outcome([Ending(0, 10, 1, 2.0, record=record(1.0, blames=7))]).text()
+    )
 
 
 def test_exit_codes() -> None:
@@ -204,7 +221,11 @@ def test_random_writes_never_cut_or_mix_lines(tmp_path: Path, terminal: bool) ->
         complete = [line[len(prefix) :] for line in shown if line.startswith(prefix) and line.endswith(".")]
         assert complete == expected[rank]
     previews = [line for line in shown if line and not line.endswith(".")]
-    assert not previews if terminal else all(any(line in f"[rank {r}] {e}" for r in range(3) for e in expected[r]) for line in previews)
+    assert (
+        not previews
+        if terminal
+        else all(any(line in f"[rank {r}] {e}" for r in range(3) for e in expected[r]) for line in previews)
+    )
 
 
 def test_a_progress_bar_is_shown_while_it_moves(tmp_path: Path) -> None:

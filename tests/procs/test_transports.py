@@ -1,0 +1,345 @@
+"""One kit for every transport: what all of them must do, whatever they move data with."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import PeerLostError
+from phalanx.group import ticket
+from phalanx.group.accelerator import inner_group
+from phalanx.group.factory import transport_for
+from phalanx.group.group import Group
+from phalanx.group.ticket import Operation
+from phalanx.testing import Ending, run
+from phalanx.transport.backend import BackendGradients
+from phalanx.transport.protocol import Transport
+from phalanx.transport.reductions import Reduction
+from phalanx.transport.ring import GroupEndpoint, Ring
+from phalanx.transport.shm import SharedGradients, SharedMemory, arena_bytes
+from tests.collective_programs import COMPLEX, FLOATS, INTEGERS, same, summed, values
+
+SLOT_BYTES = 4096  # so that a few thousand elements already go through in pieces
+COUNTS = [0, 1, 5, 1023, 5000]
+
+Pair = tuple[Group, Transport]
+
+
+def new_group(name: str) -> Group:
+    """A further group of all ranks."""
+    return Group(dist.group.WORLD.board, range(dist.get_world_size()), name, 10.0)
+
+
+def shared_memory(name: str) -> Pair:
+    core = new_group(name)
+    return core, SharedMemory(core.rank, core.size, core.arena(arena_bytes(core.size, SLOT_BYTES)), SLOT_BYTES)
+
+
+def gloo(name: str) -> Pair:
+    core = new_group(name)
+    return core, transport_for(core, dist.PrefixStore(name, dist.group.WORLD.get_group_store()), "gloo")
+
+
+def ring(name: str) -> Pair:
+    core = new_group(name)
+    return core, transport_for(core, dist.group.WORLD.get_group_store(), "ring")
+
+
+def ring_over_gloo(name: str) -> Pair:
+    core = new_group(name)
+    store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())
+    group = inner_group("gloo", store, core.rank, core.size, dist.default_pg_timeout, core.members)
+    return core, Ring(core.rank, core.size, GroupEndpoint(group))
+
+
+TRANSPORTS = [shared_memory, gloo, ring, ring_over_gloo]
+each_transport = pytest.mark.parametrize("make", TRANSPORTS, ids=lambda make: make.__name__)
+processes = functools.partial(run, over="processes")
+
+
+def call(pair: Pair, move: Callable[[Any], None]) -> None:
+    """Run one collective; the ticket says nothing, since the kit makes no mistakes."""
+    with pair[0].collective(ticket.plain(Operation.EXCHANGE, 0, 0, 0, -1)) as fence:
+        move(fence)
+
+
+# -- what they compute ------------------------------------------------------------------------------------
+
+
+def reductions(rank: int, make: Callable[[str], Pair]) -> int:
+    pair = make("kit")
+    transport, size, compared = pair[1], dist.get_world_size(), 0
+    for dtype in [*FLOATS, *INTEGERS, *COMPLEX, torch.bool]:
+        for count in COUNTS:
+            given = [values(r, count, dtype) for r in range(size)]
+            mine, truth = given[rank], summed(given)
+            for root in (-1, size - 1):
+                got = mine.clone()
+                call(pair, lambda fence: transport.reduce(got, Reduction.SUM, root, fence))
+                assert same(got, truth if root in (-1, rank) else mine), (dtype, count, root, got, truth)
+            got, inputs = torch.empty_like(mine), [torch.roll(mine, r) for r in range(size)]
+            call(pair, lambda fence: transport.reduce_scatter(got, inputs, Reduction.SUM, fence))
+            assert same(got, torch.roll(truth, rank)), (dtype, count, "reduce_scatter")
+            compared += 3
+    transport.close()
+    return compared
+
+
+def every_operation(rank: int, make: Callable[[str], Pair]) -> None:
+    pair, size = make("kit"), dist.get_world_size()
+    given = [torch.arange(1, 200) * (r + 3) % 17 + 1 for r in range(size)]
+    truths = {
+        Reduction.PRODUCT: functools.reduce(torch.mul, given),
+        Reduction.MIN: functools.reduce(torch.minimum, given),
+        Reduction.MAX: functools.reduce(torch.maximum, given),
+        Reduction.BAND: functools.reduce(torch.bitwise_and, given),
+        Reduction.BOR: functools.reduce(torch.bitwise_or, given),
+        Reduction.BXOR: functools.reduce(torch.bitwise_xor, given),
+        Reduction.AVG: torch.stack(given).sum(0) // size,
+        Reduction.PREMUL_SUM: torch.stack(given).sum(0),
+    }
+    for dtype in (torch.int64, torch.int16, torch.float32, torch.bfloat16, torch.bool):
+        for reduction, truth in truths.items():
+            if dtype.is_floating_point and reduction in (Reduction.BAND, Reduction.BOR, Reduction.BXOR, Reduction.AVG):
+                continue
+            if dtype is torch.bool and reduction in (Reduction.AVG, Reduction.PREMUL_SUM):
+                continue
+            mine = (given[rank] % 2 if dtype is torch.bool else given[rank]).to(dtype, copy=True)
+            want = truth.to(dtype)
+            if dtype is torch.bool:
+                bits = torch.stack([part % 2 for part in given])
+                low, high = bits.min(0).values.bool(), bits.max(0).values.bool()
+                want = {Reduction.MAX: high, Reduction.BOR: high, Reduction.BXOR: bits.sum(0) % 2 == 1}.get(reduction, low)
+            call(pair, lambda fence: pair[1].reduce(mine, reduction, -1, fence))
+            assert same(mine, want), (reduction, dtype, mine, want)
+    thirds = torch.full((10,), float(rank + 1))
+    call(pair, lambda fence: pair[1].reduce(thirds, Reduction.AVG, -1, fence))
+    assert thirds.eq((size + 1) / 2).all()
+    pair[1].close()
+
+
+def copies(rank: int, make: Callable[[str], Pair]) -> None:
+    pair, size = make("kit"), dist.get_world_size()
+    transport = pair[1]
+    for dtype in (torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16):
+        for count in COUNTS:
+            given = [values(r, count, dtype) for r in range(size)]
+            bytes_each = count * dtype.itemsize
+            outputs: list[Any] = [torch.empty_like(given[0]) for _ in range(size)]
+            call(pair, lambda fence: transport.share(given[rank].clone(), outputs, bytes_each, fence))
+            assert all(map(same, outputs, given)), ("share", dtype, count)
+            for root in range(size):
+                got = torch.empty_like(given[0])
+                wanted = [got if r == root and rank != root else None for r in range(size)]
+                mine = given[root].clone() if rank == root else None
+                call(pair, lambda fence: transport.share(mine, wanted, bytes_each, fence))
+                assert rank == root or same(got, given[root]), ("broadcast", dtype, count)
+            # Rank i sends count + i + 2j elements to rank j, and nothing to rank 0 where i is 1.
+            parts = [values(rank, count + rank + 2 * j, dtype) if (rank, j) != (1, 0) else None for j in range(size)]
+            outputs = [torch.empty(count + i + 2 * rank, dtype=dtype) for i in range(size)]
+            if rank == 0:
+                outputs[1] = None
+            largest = (count + 3 * (size - 1)) * dtype.itemsize
+            call(pair, lambda fence: transport.route(parts, outputs, largest, fence))
+            for i, output in enumerate(outputs):
+                assert output is None or same(output, values(i, count + i + 2 * rank, dtype)), ("route", dtype, count)
+    transport.close()
+
+
+@each_transport
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_of_every_dtype_and_size(make: Callable, size: int) -> None:
+    assert processes(size, reductions, make) == [15 * 5 * 3] * size
+
+
+@each_transport
+def test_every_reduction(make: Callable) -> None:
+    processes(3, every_operation, make)
+
+
+@each_transport
+@pytest.mark.parametrize("size", [2, 3])
+def test_copies_of_every_kind(make: Callable, size: int) -> None:
+    processes(size, copies, make)
+
+
+@each_transport
+def test_all_ranks_get_the_same_bits_and_the_same_again(make: Callable) -> None:
+    def program(rank: int) -> list[bytes]:
+        pair, got = make("kit"), []
+        for _ in range(2):
+            mine = torch.randn(3001, generator=torch.Generator().manual_seed(rank))
+            call(pair, lambda fence: pair[1].reduce(mine, Reduction.SUM, -1, fence))
+            got.append(mine.numpy().tobytes())
+        pair[1].close()
+        return got
+
+    everything = sum(processes(3, program), [])
+    assert len(set(everything)) == 1
+
+
+@each_transport
+def test_half_precision_is_rounded_once(make: Callable) -> None:
+    def program(rank: int) -> list[float]:
+        pair = make("kit")
+        one = torch.tensor([256.0 if rank == 0 else 1.0] * 5, dtype=torch.bfloat16)
+        part, parts = one[:2].clone(), [one[:2].clone()] * 4
+        call(pair, lambda fence: pair[1].reduce(one, Reduction.SUM, -1, fence))
+        call(pair, lambda fence: pair[1].reduce_scatter(part, parts, Reduction.SUM, fence))
+        pair[1].close()
+        return [*one.tolist(), *part.tolist()]
+
+    assert processes(4, program) == [[260.0] * 7] * 4
+
+
+@each_transport
+def test_two_in_flight_do_not_meet(make: Callable) -> None:
+    def program(rank: int) -> None:
+        pairs, wrong = [make("one"), make("two")], []
+
+        def many(pair: Pair, unit: int) -> None:
+            for step in range(30):
+                mine = torch.full((2000 + unit,), float(unit * (rank + 1) + step))
+                call(pair, lambda fence, mine=mine: pair[1].reduce(mine, Reduction.SUM, -1, fence))
+                if not mine.eq(unit * 3 + 2 * step).all():
+                    wrong.append((unit, step, mine[0].item()))
+
+        threads = [threading.Thread(target=many, args=(pair, 1000 * place)) for place, pair in enumerate(pairs, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong, wrong
+        for _, transport in pairs:
+            transport.close()
+
+    processes(2, program)
+
+
+@each_transport
+@pytest.mark.parametrize("last_fence", [0, 1])
+def test_a_peer_that_dies_in_the_middle_of_a_call_is_named(make: Callable, last_fence: int) -> None:
+    def program(rank: int) -> float:
+        pair = make("kit")
+        data = torch.ones(200_000)
+        call(pair, lambda fence: pair[1].reduce(data, Reduction.SUM, -1, fence))
+
+        class Deadly:
+            """A fence that kills rank 1 before or after it passes for the first time."""
+
+            def __init__(self, fence: Any) -> None:
+                self._fence = fence
+
+            @property
+            def step(self) -> int:
+                return self._fence.step
+
+            def __call__(self) -> Any:
+                if rank == 1 and last_fence == 0:
+                    os._exit(5)
+                answer = self._fence()
+                if rank == 1:
+                    os._exit(5)
+                return answer
+
+        began = time.monotonic()
+        with pytest.raises(PeerLostError) as caught:
+            call(pair, lambda fence: pair[1].reduce(data, Reduction.SUM, -1, Deadly(fence)))
+        assert caught.value.peer == 1
+        return time.monotonic() - began
+
+    outcomes = processes(3, program, raises=False, timeout=20)
+    assert [outcome.ending for outcome in outcomes] == [Ending.RETURNED, Ending.EXITED, Ending.RETURNED], outcomes
+    assert outcomes[0].value < 2 and outcomes[2].value < 2
+
+
+def test_a_call_that_raised_on_some_ranks_does_not_mix_the_slots_of_the_next() -> None:
+    def program(rank: int) -> None:
+        pair = shared_memory("kit")
+        for step in range(4):
+            with pytest.raises(RuntimeError):
+                if rank == 0:  # posts into its slot before the tickets differ; the others never do
+                    with pair[0].collective(ticket.plain(1, 1, 1, 9, -1)) as fence:
+                        pair[1].reduce(torch.ones(9), Reduction.SUM, -1, fence)
+                else:
+                    pair[0].tickets(ticket.plain(Operation.BARRIER, 0, 0, 0, -1))
+            got = torch.full((700,), rank + step + 1.0)
+            call(pair, lambda fence, got=got: pair[1].reduce(got, Reduction.SUM, -1, fence))
+            assert got.eq(2 * step + 3).all(), (step, got[:3])
+
+    processes(2, program)
+
+
+# -- gradients -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["shared memory", "gloo", "ring"])
+def test_gradients_are_scaled_sums_and_a_rank_of_weight_zero_is_not_read(kind: str) -> None:
+    layout = [(torch.float32, 1001), (torch.bfloat16, 64)]
+
+    def program(rank: int) -> list[list[float]]:
+        if kind == "shared memory":
+            core = dist.group.WORLD.core
+            store: Any = SharedGradients(rank, 3, core.arena(SharedGradients.bytes_needed(3, layout)), layout)
+        else:
+            store = BackendGradients(dist.new_group([0, 1, 2], backend="phalanx", pg_options=kind), layout)
+            core = dist.group.WORLD.core
+        seen = []
+        for scales in ([1 / 3] * 3, [0.25, 0.0, 0.75]):
+            store.own[0].fill_(rank + 1.0)
+            store.own[1].fill_(256.0 if rank == 0 else 1.0)
+            if not scales[rank]:
+                store.own[0].fill_(float("nan"))
+            with core.collective(ticket.plain(Operation.GRADIENTS, 0, 0, 1, -1)) as fence:
+                fence()
+                store.reduce([(0, 0, 1000), (1, 3, 64)], scales, fence)
+            seen.append([*store.own[0][[0, 999, 1000]].tolist(), *store.own[1][[2, 3, 63]].tolist()])
+        return seen
+
+    for rank, (mean, weighted) in enumerate(processes(3, program)):
+        untouched = 256.0 if rank == 0 else 1.0
+        assert mean == [2.0, 2.0, rank + 1.0, untouched, 86.0, 86.0]
+        assert weighted[:2] == [2.5, 2.5] and weighted[3:] == [untouched, 64.75, 64.75]
+
+
+# -- the ring --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_ring_sends_the_fewest_messages_and_bytes_there_can_be(size: int) -> None:
+    class Counting:
+        """An endpoint that counts what it sends, and to whom."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.sent = inner, []
+
+        def send(self, peer: int, tensor: torch.Tensor, tag: int) -> Any:
+            self.sent.append((peer, tensor.numel() * tensor.element_size()))
+            return self.inner.send(peer, tensor, tag)
+
+        def recv(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
+            self.inner.recv(peer, tensor, tag)
+
+        def close(self) -> None:
+            self.inner.close()
+
+    def program(rank: int) -> list[tuple[int, int]]:
+        core, transport = ring("kit")
+        endpoint = Counting(transport._endpoint)
+        counted = Ring(core.rank, core.size, endpoint)
+        data = torch.ones(120_000)
+        call((core, counted), lambda fence: counted.reduce(data, Reduction.SUM, -1, fence))
+        assert data.eq(size).all()
+        counted.close()
+        return endpoint.sent
+
+    for rank, sent in enumerate(processes(size, program)):
+        assert sent == [((rank + 1) % size, 480_000 // size)] * (2 * size - 2)

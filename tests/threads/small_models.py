@@ -1,0 +1,79 @@
+"""Models so small that their gradients are known by heart, and what the tests do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx import DistributedDataParallel
+from phalanx.testing import generator, run
+
+Values = dict[str, Any]
+
+
+def one(bias: bool = False, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    """Linear(1, 1) with all parameters 1: the gradient of its weight is the sum of its inputs."""
+    layer = nn.Linear(1, 1, bias=bias, dtype=dtype)
+    for parameter in layer.parameters():
+        nn.init.ones_(parameter)
+    return layer
+
+
+def ddp(module: nn.Module, **keywords: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module, **keywords)
+
+
+def x_of(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full((1, 1), rank + 1.0, dtype=dtype)
+
+
+class Branches(nn.Module):
+    """Layers `a` and `b`; forward runs those that `way` names, one after the other."""
+
+    def __init__(self, way: str = "a") -> None:
+        super().__init__()
+        self.a, self.b = one(), one()
+        self.way = way
+
+    def forward(self, x: Tensor, way: str | None = None) -> Tensor:
+        for name in self.way if way is None else way:
+            x = getattr(self, name)(x)
+        return x
+
+
+def values(module: nn.Module) -> Values:
+    """Every gradient as numbers, by name; None where there is none."""
+    return {
+        name.removeprefix("module."): None if p.grad is None else simple(p.grad)
+        for name, p in module.named_parameters()
+    }
+
+
+def simple(tensor: Tensor) -> Any:
+    """A number for one element, else nested lists."""
+    tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    return tensor.item() if tensor.numel() == 1 else tensor.tolist()
+
+
+def filled(module: nn.Module, seed: int = 0) -> nn.Module:
+    """The module with parameters that depend on `seed` alone, whatever other threads draw."""
+    random = generator(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            size = parameter.shape
+            if parameter.is_complex():
+                parameter.copy_(torch.randn(*size, dtype=parameter.dtype, generator=random) / 2)
+            else:
+                parameter.copy_(torch.randn(*size, dtype=torch.float64, generator=random) / 2)
+    return module
+
+
+def same_on_all(n: int, program: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Run `program` on `n` ranks, which must all return the same; return that."""
+    results = run(n, program, *args, **keywords)
+    for rank, result in enumerate(results):
+        assert result == results[0], f"rank {rank} has {result}, rank 0 has {results[0]}"
+    return results[0]
