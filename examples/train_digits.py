@@ -56,7 +56,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     images, labels = load_digits(return_X_y=True)
     images = torch.tensor(images / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
     labels = torch.tensor(labels)
-    train, test = train_test_split(torch.arange(len(labels)), test_size=0.2, random_state=0, stratify=labels)
+    train, test = train_test_split(torch.arange(len(labels)), test_size=361, random_state=0, stratify=labels)
     return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
 
 

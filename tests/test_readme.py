@@ -7,15 +7,15 @@ where later blocks run. `<!-- targets -->` means shell lines that are too long t
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run_command
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?:^<!-- (?P<comment>.+?) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -60,12 +60,9 @@ def test_a_block_of_the_readme_works(block: Block, folder: Path) -> None:
         return
     if block.language == "python":
         (folder / "block.py").write_text(block.code)
-        command = [sys.executable, "block.py"]
+        run_command([sys.executable, "block.py"], folder)
     else:
-        command = ["bash", "-euo", "pipefail", "-c", block.code]
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+        run_command(["bash", "-euo", "pipefail", "-c", block.code], folder)
 
 
 def test_every_block_is_one_that_is_run() -> None:

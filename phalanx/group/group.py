@@ -392,6 +392,8 @@ def _hint(wires: Sequence[bytes]) -> str:
             "Usual causes: ranks with different numbers of batches (write `with ddp.join():` around the loop), "
             "no_sync() on some ranks only, a collective in code that only some ranks run."
         )
+    if kinds == {Operation.GRADIENTS} and len({ticket.decode(wire).tag for wire in wires}) == 1:
+        return "Usual cause: sync_policy() or no_sync(pattern) on some ranks only; every rank sets the same."
     if kinds == {Operation.GRADIENTS}:
         return "Usual cause: two wrapped models whose backwards run in a different order on some ranks."
     if len(kinds) > 1:

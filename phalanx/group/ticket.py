@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 SIGNATURE = struct.Struct("<BBBxiQQ8x")
@@ -112,6 +112,20 @@ def extra(wire: bytes) -> bytes:
     return wire[SIGNATURE.size + PERSONAL.size + bits :]
 
 
+def bits(members: Iterable[int], size: int) -> bytes:
+    """A bitmap of `size` bits with those of `members` set."""
+    value = 0
+    for index in members:
+        value |= 1 << index
+    return value.to_bytes(-(-size // 8), "little")
+
+
+def members(bitmap: bytes) -> list[int]:
+    """The numbers of the bits that are set."""
+    value = int.from_bytes(bitmap, "little")
+    return [index for index in range(value.bit_length()) if value >> index & 1]
+
+
 def follows(wire: bytes) -> bool:
     """Whether an encoded ticket is that of a rank without a call of its own."""
     return wire[SIGNATURE.size] != State.ACTIVE
@@ -124,7 +138,8 @@ def describe(wire: bytes, dtype_names: Mapping[int, str], reduction_names: Mappi
     if t.operation is Operation.FOLLOW:
         return "no call: it has run out of data and follows the others"
     if t.operation is Operation.GRADIENTS:
-        return f"the gradient synchronisation of a backward ({t.count} elements, model {t.tag & 0xFFFF:04x})"
+        part = f"some layers (set {t.root & 0xFFFF:04x}) of " if t.root >= 0 else ""
+        return f"the gradient synchronisation of {part}model {t.tag >> 8 & 0xFFFF:04x} ({t.count} elements)"
     if t.operation is Operation.WRAP:
         return "DistributedDataParallel(...)"
     arguments = []

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed import distributed_c10d as c10d
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -81,7 +82,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if count == 1:
             whole = torch.Size([1, input.size(1), *[1] * (input.dim() - 2)])
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {whole}")
-        if tracked and count > 0:
+        if count == 0:  # On every rank, so that none waits for another in backward either.
+            return F.batch_norm(input, None, None, self.weight, self.bias, training=True)
+        if tracked:
             self._update_running_statistics(moments)
         return normalize(input, self.weight, self.bias, moments, self.eps, group)
 

@@ -6,7 +6,6 @@ backward comes. The names that other code reads of torch's class are in torch_su
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import weakref
@@ -25,6 +24,7 @@ from phalanx.group import world
 from phalanx.group.process_group import PhalanxProcessGroup, for_process_group
 from phalanx.parallel import buffers
 from phalanx.parallel.in_backward import InBackwardOptimizers
+from phalanx.parallel.layers import Layers
 from phalanx.parallel.mixed_precision import LowPrecision
 from phalanx.parallel.options import DEFAULT_BUCKET_MB, Options, buffer_sync, check_devices
 from phalanx.parallel.torch_surface import TorchSurface
@@ -33,9 +33,10 @@ from phalanx.reduce.backward import current_task
 from phalanx.reduce.bucket import HookRunner
 from phalanx.reduce.model import sparse_parameters
 from phalanx.reduce.reducer import Reducer
+from phalanx.reduce.watch import Local
 
 
-class DistributedDataParallel(Uneven, TorchSurface, nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.DistributedDataParallel):
     """Wrap `module` so that its gradients are the mean over all ranks when backward ends.
 
     Collective: every rank of the group constructs it, with the same model. Parameters and buffers of rank 0
@@ -108,7 +109,7 @@ class DistributedDataParallel(Uneven, TorchSurface, nn.parallel.DistributedDataP
     def _attach(self, group: PhalanxProcessGroup) -> None:
         """Everything that belongs to this process and is not pickled."""
         self._group = group
-        self._require_sync = True
+        self._start_layers()
         self._low: LowPrecision | None = None
         self._in_backward: InBackwardOptimizers | None = None
         self.require_forward_param_sync = True
@@ -116,7 +117,7 @@ class DistributedDataParallel(Uneven, TorchSurface, nn.parallel.DistributedDataP
         self.modules_buffers: list[torch.Tensor] = []
         named = self._trainable()
         self._reducer = Reducer(
-            group, named, sparse_parameters(self.module), self.options.caps, lambda: self._require_sync
+            group, named, sparse_parameters(self.module), self.options.caps, self._local_now
         )
         self._start_surface()
         self._remember_structure()
@@ -150,6 +151,7 @@ class DistributedDataParallel(Uneven, TorchSurface, nn.parallel.DistributedDataP
         }
         self.modules_buffers = list(self.named_module_buffers.values())
         self._buffer_dicts = [m._buffers for m in modules if m._buffers]
+        self._reducer.weights.common_unit = any(isinstance(m, nn.SyncBatchNorm) for m in modules)
         self._buffer_ids = self._snapshot_buffers()
         parameters = self._reducer.parameters
         self._hooked = [parameter._cdata for parameter in parameters]
@@ -220,7 +222,7 @@ class DistributedDataParallel(Uneven, TorchSurface, nn.parallel.DistributedDataP
         if self._low is not None and not training:
             self._low.restore()
         if training:
-            self._watch(output, self._require_sync)
+            self._watch(output, self._local_now())
             self._forward_done(output)
         return output
 
@@ -229,12 +231,12 @@ class DistributedDataParallel(Uneven, TorchSurface, nn.parallel.DistributedDataP
         self._in_backward.take_over(self._reducer.parameters)
         self._reducer.after_flush.append(self._in_backward.step)
 
-    def _watch(self, output: Any, synced: bool) -> None:
+    def _watch(self, output: Any, local: Local) -> None:
         """Have the reducer told when the gradient of an output arrives, before any of the parameters' do."""
-        reached = self._reducer.output_reached
+        reached = self._reducer.watch.output_reached
 
         def arrived(_: torch.Tensor) -> None:
-            reached(synced)
+            reached(local)
 
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:
@@ -245,28 +247,7 @@ class DistributedDataParallel(Uneven, TorchSurface, nn.parallel.DistributedDataP
         nn.Module.train(self, mode)
         return self
 
-    # -- synchronisation -----------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Keep gradients local. A backward stays local if it, or the forward it belongs to, ran in here.
-
-        The next synchronised backward exchanges the sum of what has accumulated. Every rank must do the same.
-        """
-        before, self.require_backward_grad_sync = self._require_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether backward synchronises; False inside no_sync(). Other libraries set it by hand."""
-        return self._require_sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self._require_sync = value
+    # -- hooks and figures ---------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Replace the averaging of gradients by hook(state, bucket), which returns a torch.futures.Future.
@@ -340,7 +321,7 @@ class DistributedDataParallel(Uneven, TorchSurface, nn.parallel.DistributedDataP
 _NOT_PICKLED = (
     "process_group", "device_mesh", "_group", "_reducer", "_parameter_dicts", "_child_dicts", "_buffer_dicts",
     "_structure", "modules_buffers", "named_module_buffers", "_buffer_ids", "_hooked", "_everything", "_grads_required", "_join_config",
-    "_surface", "_broadcaster", "_low", "_in_backward", "_logging",
+    "_surface", "_broadcaster", "_local_cache", "_patterns", "_first_used", "_low", "_in_backward", "_logging",
 )  # fmt: skip
 
 

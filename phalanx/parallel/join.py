@@ -123,6 +123,6 @@ class Join(TorchJoin):
 
     def _ticket(self, followed: int) -> Ticket:
         for model in self._models:
-            if model._reducer.has_pending:
+            if model._reducer.produced:
                 return model._reducer.following_ticket(State.JOINED, followed)
         return Ticket(Operation.FOLLOW, count=followed, state=State.JOINED)

@@ -35,7 +35,7 @@ class ReducerSurface:
     def prepare_for_backward(self, tensors: Sequence[torch.Tensor]) -> None:
         """Accept the outputs whose backward comes next: it will synchronise (Lightning calls this)."""
         for tensor in tensors:
-            self._ddp._watch(tensor, True)
+            self._ddp._watch(tensor, self._ddp._local_now())
 
     def _get_local_used_map(self) -> torch.Tensor:
         return torch.tensor(self._ddp._reducer.statistics.used_map(), dtype=torch.int32)
@@ -62,6 +62,7 @@ class TorchSurface(Wrapped):
         self._buffer_futures: list[torch.futures.Future] = []
         self._authoritative_rank = 0
         self._reducer.after_flush.append(self._wait_for_buffer_hooks)
+        self._reducer.after_flush.append(self._sync_buffers_after_skip)
         self._reducer.after_flush.append(self._logging.backward_ended)
         self._reducer.after_flush.append(self._check_static_graph)
         self._first_used: frozenset[int] | None = None
@@ -162,7 +163,7 @@ class TorchSurface(Wrapped):
         pass
 
     def _remove_autograd_hooks(self) -> None:
-        self._reducer.detach()
+        self._reducer.watch.take_off()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         pass
@@ -215,6 +216,12 @@ class TorchSurface(Wrapped):
             self._broadcaster.broadcast(0)
         elif self._has_buffer_hook_at(_BufferCommHookLocation.PRE_FORWARD):
             self._run_buffer_hook()
+
+    def _sync_buffers_after_skip(self) -> None:
+        """Give ranks that have skipped a step the buffers of one that has not: theirs have missed its forward."""
+        reducer = self._reducer
+        if reducer.skippers and reducer.runners and self.buffer_hook is None and self.will_sync_module_buffers():
+            self._broadcaster.broadcast(reducer.runners[0])
 
     def _run_buffer_hook(self) -> None:
         hook = self.buffer_hook

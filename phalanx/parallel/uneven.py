@@ -36,10 +36,10 @@ class Uneven(Wrapped):
         """
         if n < 0:
             raise MisuseError(f"weigh(loss, n={n}): a negative number of items", rank=self._group.core.rank)
-        reducer, synced = self._reducer, self._require_sync
+        reducer, local = self._reducer, self._local_now()
 
         def counted(n: float) -> float:
-            reducer.output_reached(synced)
+            reducer.watch.output_reached(local)
             try:
                 return reducer.weights.add(n)
             except ValueError as error:
@@ -98,11 +98,12 @@ class Uneven(Wrapped):
         to do.
         """
         self._reducer.forget_backward()
-        if not self._require_sync:
+        if self._local_now() >= self._reducer.everything:
             return
         follower, reducer = Follower(self._group.core), self._reducer
         if self._group.core.size == 1:
-            reducer.flush(set()) if reducer.has_pending else None
+            if reducer.produced:
+                reducer.flush(set())
             return
         while True:
             tickets = follower.follow(lambda: reducer.following_ticket(State.SKIPPING, 0))

@@ -12,6 +12,7 @@ from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.parallel.logging_data import LoggingData
 from phalanx.parallel.options import Options
 from phalanx.reduce.reducer import Reducer
+from phalanx.reduce.watch import Local
 
 
 class Wrapped(nn.Module):
@@ -20,11 +21,11 @@ class Wrapped(nn.Module):
     module: nn.Module
     options: Options
     forward_sync_buffers: bool
-    no_sync: Callable[[], AbstractContextManager[None]]
+    no_sync: Callable[..., AbstractContextManager[None]]
     _group: PhalanxProcessGroup
     _reducer: Reducer
     _logging: LoggingData
-    _require_sync: bool
+    _local_now: Callable[[], Local]
     _join_config: Any
     _authoritative_rank: int
     _sync_final_model: Callable[[int], None]

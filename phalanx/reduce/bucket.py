@@ -69,18 +69,22 @@ class HookRunner:
         factor = scales[self._rank] * len(scales)
         launched: list[tuple[Bucket, torch.Tensor, torch.futures.Future]] = []
         for number, bucket in enumerate(buckets):
-            buffer = memory.own[bucket.region][bucket.start : bucket.stop]
+            # A copy: hooks resize their buffer (batched PowerSGD) and keep it, and the slot must allow neither.
+            buffer = memory.own[bucket.region][bucket.start : bucket.stop].clone()
             if factor == 0.0:
                 buffer.zero_()  # what a rank without a contribution has there may be anything, NaN too
             elif factor != 1.0:
                 buffer.mul_(factor)
+            gradients = [
+                buffer.as_strided(views[i].shape, views[i].stride(), plan.places[i][1] - bucket.start)
+                for i in bucket.members
+            ]
             given = GradBucket(
-                number, buffer, [views[i] for i in bucket.members], [parameters[i] for i in bucket.members],
-                number == len(buckets) - 1,
-            )  # fmt: skip
+                number, buffer, gradients, [parameters[i] for i in bucket.members], number == len(buckets) - 1
+            )
             launched.append((bucket, buffer, self._launch(given)))
         for bucket, buffer, future in launched:
-            self._place(plan, memory, bucket, wanted, buffer, self._result(bucket, buffer, future.wait()))
+            self._place(plan, memory, bucket, wanted, self._result(bucket, buffer, future.wait()))
 
     def _launch(self, bucket: GradBucket) -> torch.futures.Future:
         future = self.hook(self.state, bucket)
@@ -107,10 +111,8 @@ class HookRunner:
         return value
 
     def _place(
-        self, plan: Plan, memory: Memory, bucket: Bucket, wanted: set[int], buffer: torch.Tensor, result: torch.Tensor
+        self, plan: Plan, memory: Memory, bucket: Bucket, wanted: set[int], result: torch.Tensor
     ) -> None:
-        if result.data_ptr() == buffer.data_ptr():
-            return
         flat = result.detach().reshape(-1)
         own = memory.own[bucket.region]
         for _, start, stop in plan.spans(i for i in bucket.members if i in wanted):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from phalanx.group.ticket import Ticket
 from phalanx.reduce.plan import Plan
@@ -12,8 +12,9 @@ from phalanx.reduce.plan import Plan
 
 @dataclass
 class Statistics:
-    """Figures of one reducer since it was built."""
+    """Figures of one reducer since it was built. `size` is its number of parameters."""
 
+    size: int = 0
     flushes: int = 0
     seconds: float = 0.0
     last_started: float = 0.0
@@ -21,31 +22,52 @@ class Statistics:
     buckets_reduced: int = 0
     used: frozenset[int] = frozenset()
     used_set_changes: int = 0
+    micro_steps: dict[int, int] = field(default_factory=dict)  # backwards since a parameter was synchronised
+    _now: set[int] = field(default_factory=set)
     _bitmaps: tuple[bytes, ...] = ()
-    _size: int = 0
+    _all_at: int = 0
+    _at: dict[int, int] = field(default_factory=dict)
 
-    def used_by(self, tickets: Sequence[Ticket], size: int) -> None:
+    def used_by(self, tickets: Sequence[Ticket]) -> None:
         """Remember which ranks used which parameters in the step that is being synchronised."""
-        self._bitmaps, self._size = tuple(t.bitmap for t in tickets), size
+        self._bitmaps = tuple(t.bitmap for t in tickets)
 
     def used_map(self) -> list[int]:
         """For every parameter, on how many ranks it was used in the last synchronised step."""
-        counts = [0] * self._size
+        counts = [0] * self.size
         for bitmap in self._bitmaps:
             bits = int.from_bytes(bitmap, "little")
-            for index in range(self._size):
+            for index in range(self.size):
                 counts[index] += bits >> index & 1
         return counts
 
-    def flushed(self, started: float, used: Sequence[int], plan: Plan) -> None:
-        """Count one synchronisation."""
+    def accumulated(self, fired: Iterable[int]) -> None:
+        """Count one backward into parameters that it leaves local."""
+        for index in fired:
+            self.micro_steps[index] = self.micro_steps.get(index, 0) + 1
+
+    def synchronised(self, used: Sequence[int], members: frozenset[int] | None) -> None:
+        """Note the parameters used in one round of a flush, whose `members` (None: all) are local no more."""
+        if self.micro_steps:
+            for index in range(self.size) if members is None else members:
+                self.micro_steps.pop(index, None)
+        if len(used) == self.size:
+            self._all_at = self.flushes + 1
+        else:
+            self._at.update(dict.fromkeys(used, self.flushes + 1))
+        self._now.update(used)
+
+    def flushed(self, started: float, plan: Plan) -> None:
+        """Count one synchronisation, of all its rounds."""
         self.last_started, self.last_ended = started, time.perf_counter()
         self.flushes += 1
         self.seconds += self.last_ended - started
-        if len(used) == len(plan.entries) == len(self.used):
-            return  # the usual case: everything, as before
-        seen = frozenset(used)
-        if self.flushes > 1 and seen != self.used:
-            self.used_set_changes += 1
-        self.used = seen
-        self.buckets_reduced = sum(1 for bucket in plan.buckets if not seen.isdisjoint(bucket.members))
+        if self._now != self.used:
+            self.used_set_changes += self.flushes > 1
+            self.used = frozenset(self._now)
+            self.buckets_reduced = sum(1 for bucket in plan.buckets if not self.used.isdisjoint(bucket.members))
+        self._now.clear()
+
+    def synchronised_at(self, index: int) -> int:
+        """The number of the flush that last synchronised a parameter; 0 for none."""
+        return max(self._all_at, self._at.get(index, 0))

@@ -8,24 +8,33 @@ the mean over all items of all ranks is
     sum over ranks of (unit x G) / sum over ranks of total,      total = items since the last synchronisation
 
 computed as G x (unit / sum of totals): nothing is ever multiplied up, so half precision does not overflow.
+
+Where ranks hand one another gradients inside backward (SyncBatchNorm), these must be on one scale before they
+are added: the unit is then 1 on every rank, and a rank whose loss counts for nothing still has a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from phalanx.group.ticket import State, Ticket
 
 
 @dataclass
 class Weights:
-    """The weights of one rank since its last synchronisation."""
+    """The weights of one rank since its last synchronisation; `common_unit` says that all ranks' unit is 1.
 
+    Items are counted once for each backward, and then for each ledger: parameters that are synchronised at
+    different times (reduce/schedule.py) have ledgers of their own.
+    """
+
+    common_unit: bool = False
     unit: float = 0.0
-    total: float = 0.0
     weighed: bool = False
-    plain: bool = False
+    _plain: bool = False
+    _counted: float = 0.0
+    _ledgers: dict[int, float] = field(default_factory=dict)
     _backward: float | None = None
 
     def add(self, n: float) -> float:
@@ -37,9 +46,11 @@ class Weights:
         if self._backward is None:
             self._backward = n
             self.weighed = True
-            if n and not self.unit:
+            if self.common_unit:
+                self.unit = 1.0
+            elif n and not self.unit:
                 self.unit = float(n)
-            self.total += n
+            self._counted += n
         elif self._backward != n:
             raise ValueError(f"weigh() with n={self._backward:g} and with n={n:g} within one backward")
         return n / self.unit if n else 0.0
@@ -47,14 +58,34 @@ class Weights:
     def backward_ended(self, produced: bool) -> None:
         """Close a backward; raises ValueError if it was not weighed while others since the last step were."""
         if self._backward is None and produced:
-            self.plain = True
+            self._plain = True
         self._backward = None
-        if self.plain and self.weighed:
+        if self._plain and self.weighed:
             raise ValueError("some backwards since the last synchronisation were weighed and others were not")
 
+    def enter(self, ledgers: Iterable[int]) -> None:
+        """Enter the items counted so far into every ledger."""
+        for ledger in ledgers:
+            self._ledgers[ledger] = self._ledgers.get(ledger, 0.0) + self._counted
+        self._counted = 0.0
+
+    def total_of(self, ledger: int) -> float:
+        """The items that the gradients of a ledger are the mean of."""
+        return self._ledgers.get(ledger, 0.0)
+
+    def synchronised(self, ledger: int) -> None:
+        """Begin a ledger anew."""
+        self._ledgers[ledger] = 0.0
+
+    def leave(self, pending: bool) -> None:
+        """End a flush; the unit stays while gradients in that unit are `pending`."""
+        if not pending:
+            self.clear()
+
     def clear(self) -> None:
-        """Begin anew after a synchronisation."""
-        self.unit, self.total, self.weighed, self.plain, self._backward = 0.0, 0.0, False, False, None
+        """Begin anew."""
+        self.unit, self.weighed, self._plain, self._counted, self._backward = 0.0, False, False, 0.0, None
+        self._ledgers.clear()
 
 
 def scales(tickets: Sequence[Ticket], divisor: int | None) -> list[float]:

@@ -26,17 +26,11 @@ processes = functools.partial(run, over="processes")
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_calls_that_copy(size: int) -> None:
-    assert processes(size, programs.every_copy) == [9 * 17 * 4] * size
+def test_every_call_with_every_dtype(size: int) -> None:
+    def program(rank: int) -> tuple[int, ...]:
+        return programs.every_copy(rank), programs.every_sum(rank), programs.every_reduction(rank)
 
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_calls_that_add(size: int) -> None:
-    assert processes(size, programs.every_sum) == [4 * 15 * 4] * size
-
-
-def test_every_reduction_of_every_dtype_that_has_it() -> None:
-    assert processes(3, programs.every_reduction) == [3 * 5 + 3 * 8 + 7] * 3
+    assert processes(size, program) == [(9 * 17 * 3, 4 * 15 * 3, 3 * 5 + 3 * 8 + 7)] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.commands import run_command
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_digits.py"
-BIN = Path(sys.executable).parent
 KEYS = {"accuracy", "samples_per_second", "sync_share", "world_size", "checkpoint"}
 
 PYTHON = [sys.executable]
-TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2"]
-PHALANX = [str(BIN / "phalanx"), "run", "-n", "2"]
+TORCHRUN = ["torchrun", "--nproc-per-node", "2"]
+PHALANX = ["phalanx", "run", "-n", "2"]
 
 
 def started(command: list[str], folder: Path, stdin: str | None = None) -> str:
-    """Run a command in `folder` and return what it wrote to standard output."""
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent)}
-    ended = subprocess.run(
-        command, cwd=folder, env=environment, input=stdin, capture_output=True, text=True, timeout=100
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    """Start the script or what imports it, and return what it wrote to standard output."""
+    return run_command(command, folder, stdin, env={"PYTHONPATH": str(SCRIPT.parent)})
 
 
 def summary_in(folder: Path, world_size: int) -> dict:
@@ -37,7 +31,7 @@ def summary_in(folder: Path, world_size: int) -> dict:
     assert set(summary) == KEYS
     assert summary["world_size"] == world_size
     assert 0 <= summary["sync_share"] < 1 and summary["samples_per_second"] > 0
-    assert (summary["sync_share"] > 0) == (world_size > 1)
+    assert summary["sync_share"] > 0.005 if world_size > 1 else summary["sync_share"] < 0.05
     weights = torch.load(folder / summary["checkpoint"], weights_only=True)
     assert weights and not any(name.startswith("module.") for name in weights)
     return summary
@@ -48,7 +42,7 @@ def test_two_ranks_reach_the_accuracy_and_say_so(tmp_path: Path) -> None:
     summary = summary_in(tmp_path, 2)
     assert summary["accuracy"] >= 0.97
     assert "world 2 | hosts 1 | transport shared memory | threads per rank 1" in written
-    assert f"accuracy {summary['accuracy']:.2%} over the whole test set (360 images, each counted once)" in written
+    assert f"accuracy {summary['accuracy']:.2%} over the whole test set (361 images, each counted once)" in written
     assert written.count("held-out accuracy") == 15  # from rank 0 only
     assert [path.name for path in (tmp_path / "runs/digits").glob("*.tmp")] == []
 
@@ -59,7 +53,7 @@ def test_two_ranks_reach_the_accuracy_and_say_so(tmp_path: Path) -> None:
 def test_other_launchers_run_the_same_script(launcher: list[str], world_size: int, tmp_path: Path) -> None:
     written = started([*launcher, str(SCRIPT), "--epochs", "3"], tmp_path)
     assert summary_in(tmp_path, world_size)["accuracy"] > 0.85
-    assert "(360 images, each counted once)" in written
+    assert "(361 images, each counted once)" in written
     assert written.count("held-out accuracy") == 3
 
 

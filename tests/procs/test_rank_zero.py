@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from phalanx.errors import CollectiveTimeoutError, MisuseError, PeerFailedError, PeerLostError
@@ -268,6 +269,27 @@ def test_rank_zero_first_inside_rank_zero_only_is_refused_at_once() -> None:
             prepare()
 
     run(2, program, **THREADS)
+
+
+def test_a_collective_that_rank_zero_would_be_alone_in_is_refused_at_the_call() -> None:
+    @rank_zero_only
+    def log() -> None:
+        dist.all_reduce(torch.ones(1))
+
+    def program(rank: int) -> str:
+        if rank == 0:
+            with pytest.raises(MisuseError, match=r"all_reduce.* inside rank_zero_only function .*log"):
+                log()
+        try:
+            with rank_zero_first():
+                dist.barrier()
+        except (MisuseError, PeerFailedError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing was raised"
+
+    first, second = run(2, program, over="threads", backend="phalanx")
+    assert first.startswith("MisuseError") and "barrier() inside rank 0's turn in rank_zero_first()" in first
+    assert second.startswith("PeerFailedError") and "rank 0 failed with MisuseError" in second
 
 
 def test_rank_zero_first_may_be_nested() -> None:

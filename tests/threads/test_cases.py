@@ -452,7 +452,6 @@ HOOKS = {
     "fp16": (default_hooks.fp16_compress_hook, None, 2e-3),
     "bf16": (default_hooks.bf16_compress_hook, None, 1e-2),
     "PowerSGD": (powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState, 1e-5),
-    "batched PowerSGD": (powerSGD_hook.batched_powerSGD_hook, powerSGD_hook.PowerSGDState, 1e-5),
     "quantisation per tensor": (quantization_hooks.quantization_pertensor_hook, None, 5e-2),
     "quantisation per channel": (quantization_hooks.quantization_perchannel_hook, None, 5e-2),
 }

@@ -17,7 +17,7 @@ def test_calls_that_copy_and_add(size: int) -> None:
         dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
         return programs.every_copy(rank, dtypes=dtypes) + programs.every_reduction(rank)
 
-    assert run(size, program, timeout=40) == [9 * 4 * 4 + 3 * 5 + 3 * 8 + 7] * size
+    assert run(size, program, timeout=40) == [9 * 4 * 3 + 3 * 5 + 3 * 8 + 7] * size
 
 
 @pytest.mark.parametrize("part", [

@@ -18,7 +18,6 @@ from phalanx.errors import MisuseError
 from phalanx.nn.sync_batchnorm import SyncBatchNorm
 from phalanx.testing import WorldError, generator, run
 
-BACKEND = "gloo"
 FORMATS = {
     "contiguous": torch.contiguous_format,
     "channels_last": torch.channels_last,
@@ -114,7 +113,7 @@ def relative(actual: Tensor, expected: Tensor, scale: Tensor | None = None) -> f
 
 
 def check(case: Case) -> None:
-    for rank, errors in enumerate(run(len(case.sizes), errors_on_a_rank, case, backend=BACKEND)):
+    for rank, errors in enumerate(run(len(case.sizes), errors_on_a_rank, case)):
         wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE[case.dtype]}
         assert not wrong, f"on rank {rank} of {case}"
 
@@ -169,7 +168,7 @@ def test_output_and_gradient_keep_the_memory_format(format):
         output.square().sum().backward()
         return [t.is_contiguous(memory_format=FORMATS[format]) for t in (output, input.grad)]
 
-    assert run(2, program, backend=BACKEND) == [[True, True]] * 2
+    assert run(2, program) == [[True, True]] * 2
 
 
 def test_a_mean_far_from_zero_costs_no_digits_of_the_variance():
@@ -183,7 +182,7 @@ def test_a_mean_far_from_zero_costs_no_digits_of_the_variance():
             relative(layer.running_var, whole.double().var(0)),
         )
 
-    for mean, variance in run(2, program, backend=BACKEND):
+    for mean, variance in run(2, program):
         assert mean < 1e-7 and variance < 1e-6  # E[x^2] - E[x]^2 in float32 has no digit here.
 
 
@@ -204,7 +203,7 @@ def test_a_large_batch_in_float32_is_summed_without_loss():
             relative(sums, torch.stack([truth.weight.grad, truth.bias.grad])),
         ]
 
-    for errors in run(2, program, backend=BACKEND):
+    for errors in run(2, program):
         assert max(errors) < 1e-6
 
 
@@ -220,7 +219,7 @@ def test_a_model_in_half_precision_throughout():
         assert relative(output, case.part(expected, rank)) < TOLERANCE[torch.bfloat16]
         assert relative(layer.running_var, truth.running_var) < TOLERANCE[torch.bfloat16]
 
-    run(2, program, backend=BACKEND)
+    run(2, program)
 
 
 def test_under_autocast_it_does_as_batch_norm_does():
@@ -239,7 +238,7 @@ def test_under_autocast_it_does_as_batch_norm_does():
         assert layer.weight.grad.dtype == linear.weight.grad.dtype == torch.float32
         assert relative(output, case.part(expected, rank)) < TOLERANCE[torch.bfloat16]
 
-    run(2, program, backend=BACKEND)
+    run(2, program)
 
 
 # ---------------------------------------------------------------- few values, none, and what cannot be right
@@ -253,7 +252,7 @@ def test_a_batch_that_is_empty_on_all_ranks_changes_nothing():
         assert layer.num_batches_tracked == 1
         assert input.grad.shape == (0, 3, 2) and layer.weight.grad.eq(0).all() and layer.bias.grad.eq(0).all()
 
-    run(2, program, backend=BACKEND)
+    run(2, program)
 
 
 @pytest.mark.parametrize("features", [(3,), (3, 1, 1)])
@@ -265,7 +264,7 @@ def test_one_value_per_channel_is_torchs_error_on_every_rank(features):
 
     with pytest.raises(ValueError) as truth:
         OneBatchNorm(3)(torch.ones(1, *features))
-    assert run(3, program, backend=BACKEND) == [str(truth.value)] * 3
+    assert run(3, program) == [str(truth.value)] * 3
 
 
 def test_one_value_on_each_of_two_ranks_is_enough():
@@ -287,7 +286,7 @@ def test_a_wrong_input_is_an_error_before_anyone_waits(input, error, match):
             with pytest.raises(error, match=match):
                 SyncBatchNorm(3)(input)
 
-    run(2, program, backend=BACKEND, timeout=10)
+    run(2, program, timeout=10)
 
 
 # ---------------------------------------------------------------- communication
@@ -321,7 +320,7 @@ def test_one_collective_in_forward_and_one_in_backward(calls):
         assert rank or calls == ["all_gather_single", "all_reduce", "all_gather_single"]
         assert layer.weight.grad is not None
 
-    run(3, program, backend=BACKEND)
+    run(3, program)
 
 
 def test_a_group_of_one_asks_nobody(calls):
@@ -332,8 +331,8 @@ def test_a_group_of_one_asks_nobody(calls):
         assert layer(input).equal(truth(input))
         assert layer.running_var.equal(truth.running_var)
 
-    run(2, program, backend=BACKEND)
-    run(1, lambda rank: SyncBatchNorm(3)(torch.randn(5, 3)), backend=BACKEND)
+    run(2, program)
+    run(1, lambda rank: SyncBatchNorm(3)(torch.randn(5, 3)))
     assert calls == []
 
 
@@ -345,7 +344,7 @@ def test_eval_mode_runs_on_one_rank_alone():
             layer = SyncBatchNorm(3, track_running_stats=False).eval()
             assert layer(input).mean().abs() < 1e-6  # Of its own batch, as torch has it.
 
-    run(2, program, backend=BACKEND, timeout=10)
+    run(2, program, timeout=10)
 
 
 def test_without_torch_distributed_it_is_batch_norm():
@@ -371,7 +370,7 @@ def test_zeros_in_every_collective_are_a_rank_that_is_not_there():
             dist.all_reduce(torch.zeros(3, dtype=torch.float64))  # The test's own, of weight and bias.
         return {}
 
-    for errors in run(3, program, backend=BACKEND):
+    for errors in run(3, program):
         assert all(error <= 1e-12 for error in errors.values())
 
 
@@ -384,7 +383,7 @@ def test_each_process_group_has_its_own_statistics():
         layer(case.part(case.batch(rank // 2)[0], rank % 2))
         return layer.running_mean
 
-    means = run(4, program, backend=BACKEND)
+    means = run(4, program)
     for rank, mean in enumerate(means):
         assert relative(mean, case.batch(rank // 2)[0].mean((0, 2, 3))) < 1e-12
 
@@ -462,7 +461,7 @@ def test_gradcheck_and_gradgradcheck(sizes):
         inputs = (whole, *(p.detach().requires_grad_() for p in layer.parameters()))
         return gradcheck(function, inputs) and gradgradcheck(function, inputs, grad)
 
-    assert run(2, program, backend=BACKEND) == [True, True]
+    assert run(2, program) == [True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -488,7 +487,7 @@ def test_a_gradient_penalty_equals_that_of_one_batch_norm(dtype):
             relative(weight, truth.weight.grad),
         ]
 
-    for errors in run(3, program, backend=BACKEND):
+    for errors in run(3, program):
         assert max(errors) < (1e-12 if dtype is torch.float64 else 2e-6)
 
 
@@ -554,7 +553,7 @@ def test_convert_sets_the_group_or_keeps_the_one_there_is():
         torchs = nn.SyncBatchNorm(3, process_group=two)
         assert SyncBatchNorm.convert_sync_batchnorm(torchs).process_group is two
 
-    run(2, program, backend=BACKEND)
+    run(2, program)
 
 
 def test_copies_and_pickles_of_a_layer_are_in_its_group():
@@ -569,12 +568,12 @@ def test_copies_and_pickles_of_a_layer_are_in_its_group():
         assert loaded.running_mean.allclose(torch.tensor(0.1 * (1 + rank % 2)))
         return data
 
-    data = run(4, program, backend=BACKEND)[0]
+    data = run(4, program)[0]
     assert not dist.is_initialized()
     alone = pickle.loads(data)
     assert alone.process_group is None and alone(torch.randn(4, 3)).shape == (4, 3)
     with pytest.raises(WorldError, match=r"ranks \[0, 2\], but this process has no such group"):
-        run(2, lambda rank: pickle.loads(data), backend=BACKEND)
+        run(2, lambda rank: pickle.loads(data))
 
 
 # ---------------------------------------------------------------- training
@@ -593,4 +592,4 @@ def test_no_grad_and_frozen_parameters():
         assert layer.weight.grad is None and relative(layer.bias.grad.mean(), torch.tensor(20.0 * case.sizes[rank])) == 0
         assert layer.num_batches_tracked == 2
 
-    run(2, program, backend=BACKEND)
+    run(2, program)

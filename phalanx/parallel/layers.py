@@ -1,0 +1,122 @@
+"""Which gradients stay local, for how long, and telling the user about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from phalanx.errors import MisuseError
+from phalanx.parallel.wrapped import Wrapped
+from phalanx.reduce.schedule import ALWAYS, NEVER, Every, matching
+from phalanx.reduce.watch import Local
+
+_ALL = "*"
+_NOTHING: Local = frozenset()
+
+
+class Layers(Wrapped):
+    """Mixed into DistributedDataParallel."""
+
+    def _start_layers(self) -> None:
+        self._patterns: tuple[str, ...] = ()
+        self._local_cache: tuple[tuple[str, ...], Local, Local] = ((), _NOTHING, _NOTHING)
+
+    @contextmanager
+    def no_sync(self, *patterns: str) -> Iterator[None]:
+        """Keep gradients local: of the whole model, or of the parameters whose names match a pattern.
+
+        Patterns are shell-style (`"encoder.*"`; `"encoder"` means all of it). A backward stays local if it, or
+        the forward it belongs to, ran in here. The next synchronised backward exchanges the sum of what has
+        accumulated. Every rank must do the same. Raises MisuseError if a pattern matches nothing.
+        """
+        for pattern in patterns:
+            self._matched(pattern)
+        before, self._patterns = self._patterns, self._patterns + (patterns or (_ALL,))
+        try:
+            yield
+        finally:
+            self._patterns = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward synchronises; False inside no_sync(). Other libraries set it by hand."""
+        return _ALL not in self._patterns
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._patterns = () if value else (_ALL,)
+
+    def _local_now(self) -> Local:
+        """The numbers of the parameters that a backward would keep local now."""
+        if not self._patterns:
+            return _NOTHING
+        everything = self._reducer.everything
+        if _ALL in self._patterns:
+            return everything
+        patterns, of, local = self._local_cache
+        if patterns != self._patterns or of is not everything:
+            names = [name for name, _ in self._reducer.named]
+            local = frozenset().union(*(matching(names, pattern) for pattern in self._patterns))
+            self._local_cache = (self._patterns, everything, local)
+        return local
+
+    def _matched(self, pattern: str) -> frozenset[int]:
+        names = [name for name, _ in self._reducer.named]
+        found = matching(names, pattern)
+        if not found:
+            shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            raise MisuseError(
+                f"the pattern {pattern!r} matches no parameter", f"one that matches some of {shown}",
+                self._group.core.rank,
+            )  # fmt: skip
+        return found
+
+    def sync_policy(self, pattern: str, every: Every = ALWAYS) -> None:
+        """Set how often the parameters matching `pattern` are synchronised, from the next step on.
+
+        `every=k`: at every k-th synchronised step, with all that has accumulated; between, their gradients are
+        held back, so that the optimizer leaves these parameters alone and all ranks stay equal. `"never"`:
+        their gradients stay local and visible, and the parameters differ between ranks. `"always"` is the
+        default. For a parameter that several policies match, the last one set counts. Every rank sets the same
+        policies between the same two steps: a rank that has not is a RankMismatchError at the next one.
+        """
+        self._matched(pattern)
+        self._reducer.check_idle("sync_policy()")
+        if self._reducer.produced:
+            held = ", ".join(self._reducer.named[index][0] for index in sorted(self._reducer.produced)[:3])
+            raise MisuseError(
+                f"sync_policy() while gradients are not synchronised ({held})",
+                "change policies right after a step that synchronised everything", self._group.core.rank,
+            )  # fmt: skip
+        try:
+            self._reducer.schedule.set(pattern, every)
+        except ValueError as error:
+            raise MisuseError(
+                f"sync_policy({pattern!r}, {error})", f'a positive number, "{ALWAYS}" or "{NEVER}"', self._group.core.rank
+            ) from None
+
+    def explain(self) -> str:
+        """Print and return, per parameter, whether its gradient is local or synchronised.
+
+        One line each: name, bucket, state, the synchronisation since which it is so, and how many
+        micro-steps it holds that no synchronisation has seen. Not a collective.
+        """
+        reducer, statistics = self._reducer, self._reducer.statistics
+        buckets = {}
+        if not reducer.stale:
+            buckets = {i: str(bucket.index) for bucket in reducer.plan.buckets for i in bucket.members}
+        lines = [f"{'parameter':40} {'bucket':>6}  gradient"]
+        for index, (name, parameter) in enumerate(reducer.named):
+            steps, since = statistics.micro_steps.get(index, 0), statistics.synchronised_at(index)
+            if index in reducer.produced:
+                state = f"local, holds {max(steps, 1)} micro-steps since synchronisation {since}"
+            elif not since:
+                state = "none yet" if parameter.grad is None else "local, never synchronised"
+            else:
+                state = f"synchronised, at synchronisation {since} of {statistics.flushes}"
+            if not parameter.requires_grad:
+                state += " (frozen)"
+            lines.append(f"{name:40} {buckets.get(index, '-'):>6}  {state}")
+        text = "\n".join(lines)
+        print(text)
+        return text

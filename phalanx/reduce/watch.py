@@ -1,0 +1,121 @@
+"""Watching one backward: which parameters got a gradient, and when the outermost backward has ended.
+
+A hook on every parameter notes what was accumulated, so gradients are seen however the forward was reached.
+Outputs of the wrapped model announce a backward earlier, before any of its parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from phalanx.reduce import backward
+
+_construction = itertools.count()
+
+Local = frozenset[int]
+"""Which parameters stay local, by number."""
+
+
+class Watch:
+    """The hooks on some parameters.
+
+    `begins()` is called at the first sign of a backward, `ended(fired, forwards)` when the outermost one has
+    ended: the numbers of the parameters whose hook has run, and what was given to output_reached(). What
+    `ended` raises comes out of backward().
+    """
+
+    def __init__(self, begins: Callable[[], None], ended: Callable[[set[int], list[Local]], None]) -> None:
+        self.order = next(_construction)
+        self._begins, self._ended = begins, ended
+        self._params: Sequence[torch.nn.Parameter] = ()
+        self._handles: list[RemovableHandle] = []
+        self._fired: list[int] = []
+        self._forwards: list[Local] = []
+        self._task: int | None = None
+        self._tasks: set[int] = set()
+
+    def put_on(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Hook these parameters instead of the present ones."""
+        self.take_off()
+        self._params = parameters
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            for index, parameter in enumerate(parameters)
+        ]
+
+    def take_off(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        fired, task_now = self._fired, backward.current_task
+
+        def fire(_: torch.Tensor) -> None:
+            fired.append(index)
+            if task_now() != self._task:
+                self._arm()
+
+        return fire
+
+    def output_reached(self, local: Local) -> None:
+        """An output has got its gradient; its forward ran with the parameters in `local` kept local."""
+        if not self._forwards or self._forwards[-1] is not local:
+            self._forwards.append(local)
+        if backward.current_task() != self._task:
+            self._arm()
+
+    def _arm(self) -> None:
+        task = backward.current_task()
+        if task == -1:
+            return
+        begins = not self._tasks
+        if task not in self._tasks:
+            backward.arm(self)
+            self._tasks.add(task)
+        self._task = task
+        if begins:
+            self._begins()
+
+    @property
+    def running(self) -> bool:
+        """Whether a backward has begun and not ended (it may have raised)."""
+        return bool(self._tasks)
+
+    def abandon(self) -> set[int]:
+        """Forget a backward that never ended, because it raised; return what had fired."""
+        backward.forget(self._tasks, self)
+        fired = set(self._fired)
+        self._clear()
+        return fired
+
+    def backward_ended(self) -> None:
+        """See backward.Listener."""
+        fired, forwards = set(self._fired), list(self._forwards)
+        try:
+            self._ended(fired, forwards)
+        finally:
+            self._clear()
+
+    def _clear(self) -> None:
+        self._fired.clear()
+        self._forwards.clear()
+        self._tasks.clear()
+        self._task = None
+
+    def is_accumulating(self) -> bool:
+        """Whether this is a backward() into parameters, and not autograd.grad() or backward(inputs=...)."""
+        for parameter in self._params:
+            if parameter.requires_grad:
+                with torch.enable_grad():
+                    node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+                try:
+                    return torch._C._will_engine_execute_node(node)
+                except RuntimeError:  # asked for as an output of autograd.grad
+                    return False
+        return False
