@@ -22,7 +22,7 @@ from types import TracebackType
 
 from phalanx.errors import CollectiveTimeoutError, InternalError, MisuseError, RankMismatchError
 from phalanx.group import call_site, dtypes, rank_zero_block, ticket
-from phalanx.group.links import COMMIT, DESCRIBE, HEADER, PAYLOAD, TICKET, Link, Switchboard
+from phalanx.group.links import COMMIT, DESCRIBE, HEADER, TICKET, Link, Switchboard
 from phalanx.group.ticket import SIGNATURE, Operation
 from phalanx.transport.protocol import Transport
 from phalanx.transport.reductions import Reduction
@@ -50,7 +50,6 @@ class Group:
         self.channel = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
         self.sequence = 0
         self.lock = threading.RLock()
-        self._taking = threading.Lock()
         self.same_host = True
         self.wait_seconds = 0.0
         self._peers: list[tuple[int, Link, deque]] = []
@@ -272,64 +271,10 @@ class Group:
             got = self.tickets(ticket.plain(operation, 0, 0, 0, -1, tag) + payload)
             return [b"" if ticket.follows(wire) else ticket.extra(wire) for wire in got]
 
-    def put(self, place: int, channel_tag: int, payload: bytes) -> None:
-        """Send `payload` to one rank; it waits there until taken. Not a collective."""
-        link = self.board.links[self.members[place]]
-        channel = self.channel ^ _POINT_TO_POINT
-        link.send(HEADER.pack(len(payload), PAYLOAD, channel, channel_tag) + payload, self.board)
-
-    def take(self, places: Sequence[int], tag: int, timeout: float | None = None) -> tuple[int, bytes]:
-        """Wait for a payload with `tag` from any of `places`; return who sent it and the payload."""
-        links = [(place, self.board.links[self.members[place]]) for place in places]
-        watched = [link for _, link in links]
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        what = _Receiving(list(places), tag)
-        while True:
-            before = [len(link.boxes[self.channel ^ _POINT_TO_POINT]) for link in watched]
-            with self._taking:
-                for place, link in links:
-                    box = link.boxes[self.channel ^ _POINT_TO_POINT]
-                    for at, (_, sequence, payload) in enumerate(list(box)):
-                        if sequence == tag:
-                            del box[at]
-                            return place, payload
-            # Other threads may take from these boxes too: never sleep long on a count alone. With
-            # several sources, look at each in turn.
-            share = min(deadline, time.monotonic() + (0.05 if len(links) == 1 else 0.002))
-            for link, count in zip(watched, before, strict=True):
-                box = link.boxes[self.channel ^ _POINT_TO_POINT]
-                self.board.wait(link, _Grown(box, count), watched, share, what)
-            if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(str(what), what.places, self.rank, self.timeout)
-
     def close(self) -> None:
         """Forget what has come for this group. The links belong to the world and stay."""
         for _, link, _ in self._peers:
             link.boxes.pop(self.channel, None)
-
-
-_POINT_TO_POINT = 1 << 63
-
-
-class _Grown:
-    """True once a box holds more than it did: to wait for a frame that is not the first in its box."""
-
-    def __init__(self, box: deque, before: int) -> None:
-        self._box, self._before = box, before
-
-    def __bool__(self) -> bool:
-        return len(self._box) > self._before
-
-
-class _Receiving:
-    """What a rank in recv is doing, in words."""
-
-    def __init__(self, places: list[int], tag: int) -> None:
-        self.places, self._tag = places, tag
-
-    def __str__(self) -> str:
-        source = f"src={self.places[0]}" if len(self.places) == 1 else "any source"
-        return f"recv({source}, tag={self._tag}) at {call_site.here()}"
 
 
 class Collective:

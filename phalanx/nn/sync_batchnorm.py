@@ -59,17 +59,18 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def _check_before_asking(self, input: Tensor) -> None:
         """Raise what BatchNorm raises for such an input, while no other rank depends on this one yet."""
-        name, rank = type(self).__name__, dist.get_rank()
-        channels = input.size(1)
-        if channels != self.num_features and (self.weight is not None or self.running_mean is not None):
+        channels, own = input.size(1), self.num_features
+        if channels != own and (self.weight is not None or self.running_mean is not None):
             raise MisuseError(
-                f"{name}({self.num_features}) got an input of size {tuple(input.size())}: "
-                f"running_mean should contain {channels} elements not {self.num_features}",
-                f"{name}({channels}), or an input whose dimension 1 is {self.num_features}",
-                rank,
+                f"SyncBatchNorm({own}) got an input of size {tuple(input.size())}: "
+                f"running_mean should contain {channels} elements not {own}",
+                f"SyncBatchNorm({channels}), or an input whose dimension 1 is {own}",
+                dist.get_rank(),
             )
         if not input.is_floating_point():
-            raise MisuseError(f"{name} got an input of {input.dtype}", "an input of a floating-point type", rank)
+            raise MisuseError(
+                f"SyncBatchNorm got an input of {input.dtype}", "an input of a floating-point type", dist.get_rank()
+            )
 
     def _forward_on_all_ranks(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         tracked = self.track_running_stats and self.running_mean is not None

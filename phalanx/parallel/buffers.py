@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from phalanx.group import ticket
+from phalanx.group import follow, ticket
 from phalanx.group.dtypes import CODES
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.group.ticket import Operation
+from phalanx.transport.reductions import Reduction
 
 _CHUNK_BYTES = 64 << 20
 _MAX_PACKS = 64
@@ -79,6 +80,30 @@ def broadcast(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], root:
                 _share(group, flat, sender, fence)
         if core.rank != sender:
             _unpack(flat, pack)
+
+
+def average(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], contributes: bool) -> None:
+    """Replace floating-point tensors by their mean, others by their maximum, over the contributing ranks.
+
+    A collective: every rank of the group, with tensors of equal sizes.
+    """
+    core = group.core
+    if core.size == 1:
+        return
+    for pack in _packs(tensors):
+        flat = _flat(pack, True)
+        mean = flat.is_floating_point()
+        reduction = Reduction.SUM if mean else Reduction.MAX
+        if mean:
+            flat = torch.cat([flat, flat.new_ones(1)])
+        if not contributes:
+            follow.fill_neutral(flat, reduction)
+        wire = ticket.plain(Operation.ALL_REDUCE, reduction, CODES[flat.dtype], flat.numel(), -1)
+        with core.collective(wire) as fence:
+            group.transport_for(flat.device).reduce(flat, reduction, -1, fence)
+        if mean:
+            flat = flat[:-1].div_(flat[-1])
+        _unpack(flat, pack)
 
 
 def _share(group: PhalanxProcessGroup, flat: torch.Tensor, root: int, fence: Callable[[], Any]) -> None:

@@ -122,6 +122,7 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         self._start_surface()
         self._remember_structure()
         self._reducer.on_build = self._make_broadcaster
+        self._reducer.after_flush.append(self._average_buffers)
 
     def _make_broadcaster(self) -> None:
         tag = self._reducer.tag // 128 * 128 + (1 << 63)
@@ -129,7 +130,7 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
 
     def _listed_buffers(self) -> Callable[[], list[torch.Tensor]]:
         me = weakref.ref(self)
-        return lambda: me().modules_buffers  # type: ignore[union-attr]
+        return lambda: me()._buffers_with("rank0")  # type: ignore[union-attr]
 
     # -- the model -----------------------------------------------------------------------------------
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from phalanx.errors import MisuseError
+from phalanx.parallel import buffers
 from phalanx.parallel.wrapped import Wrapped
 from phalanx.reduce.schedule import ALWAYS, NEVER, Every, matching
 from phalanx.reduce.watch import Local
 
 _ALL = "*"
+_BUFFER_POLICIES = ("rank0", "mean", "local")
 _NOTHING: Local = frozenset()
 
 
@@ -18,6 +22,7 @@ class Layers(Wrapped):
     """Mixed into DistributedDataParallel."""
 
     def _start_layers(self) -> None:
+        self._buffer_policies: list[tuple[str, str]] = getattr(self, "_buffer_policies", [])
         self._patterns: tuple[str, ...] = ()
         self._local_cache: tuple[tuple[str, ...], Local, Local] = ((), _NOTHING, _NOTHING)
 
@@ -94,6 +99,42 @@ class Layers(Wrapped):
             raise MisuseError(
                 f"sync_policy({pattern!r}, {error})", f'a positive number, "{ALWAYS}" or "{NEVER}"', self._group.core.rank
             ) from None
+
+    def buffer_policy(self, pattern: str, policy: str) -> None:
+        """Set how the buffers matching `pattern` are kept equal.
+
+        `"rank0"` (torch's, and the default): rank 0's are copied to all ranks before each training forward.
+        `"mean"`: averaged over the ranks that took part after each synchronised step (running statistics of
+        BatchNorm); integers take the largest. `"local"`: left alone. For a buffer that several policies match,
+        the last one set counts. Every rank sets the same policies between the same two steps.
+        """
+        names = list(self.named_module_buffers)
+        if not matching(names, pattern):
+            raise MisuseError(
+                f"the pattern {pattern!r} matches no buffer", f"one that matches some of {', '.join(names[:4])}",
+                self._group.core.rank,
+            )  # fmt: skip
+        if policy not in _BUFFER_POLICIES:
+            raise MisuseError(
+                f"buffer_policy({pattern!r}, {policy!r})", f"one of {', '.join(_BUFFER_POLICIES)}", self._group.core.rank
+            )
+        self._buffer_policies = [*self._buffer_policies, (pattern, policy)]
+
+    def _buffers_with(self, policy: str) -> list[torch.Tensor]:
+        if not self._buffer_policies:
+            return self.modules_buffers if policy == "rank0" else []
+        found = []
+        for name, buffer in self.named_module_buffers.items():
+            chosen = [wanted for pattern, wanted in self._buffer_policies if matching([name], pattern)]
+            if (chosen[-1] if chosen else "rank0") == policy:
+                found.append(buffer)
+        return found
+
+    def _average_buffers(self) -> None:
+        """After a synchronised step. A rank that only followed it contributes nothing."""
+        averaged = self._buffers_with("mean")
+        if averaged:
+            buffers.average(self._group, averaged, self._group.core.rank in self._reducer.runners)
 
     def explain(self) -> str:
         """Print and return, per parameter, whether its gradient is local or synchronised.

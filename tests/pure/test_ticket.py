@@ -87,7 +87,7 @@ def test_every_ticket_has_its_words(t: Ticket):
         (Ticket(Operation.WRAP), "DistributedDataParallel(...)"),
         (
             Ticket(Operation.GRADIENTS, count=16, tag=0xABC1234),
-            "the gradient synchronisation of a backward (16 elements, model 1234)",
+            "the gradient synchronisation of model bc12 (16 elements)",
         ),
     ],
 )
