@@ -61,9 +61,9 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def main(rank: int | None = None, epochs: int = 15, folder: str = "runs/digits") -> None:
-    """Train, evaluate and save; `rank` is what `phalanx.spawn` passes, and `phalanx.init` knows it already."""
+    """Train, evaluate and save. `phalanx.spawn` passes a rank, which `phalanx.init` knows anyway."""
     phalanx.init()
-    torch.manual_seed(phalanx.rank())  # the wrapper gives all ranks rank 0's weights; dropout stays each rank's own
+    torch.manual_seed(phalanx.rank())  # dropout differs between ranks; the weights become rank 0's
     train, test = digits()
     batch_size = max(1, TOTAL_BATCH_SIZE // phalanx.world_size())
     sampler = DistributedSampler(train)
@@ -72,7 +72,7 @@ def main(rank: int | None = None, epochs: int = 15, folder: str = "runs/digits")
 
     ddp = DistributedDataParallel(digits_net())
     optimizer = torch.optim.AdamW(ddp.parameters(), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, epochs=epochs, steps_per_epoch=len(batches))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, epochs * len(batches))
     say_header(ddp)
 
     samples, seconds = 0, 0.0
@@ -81,7 +81,7 @@ def main(rank: int | None = None, epochs: int = 15, folder: str = "runs/digits")
         began, loss_sum, seen = time.perf_counter(), 0.0, 0
         for images, labels in phalanx.progress(batches, f"epoch {epoch + 1}/{epochs}"):
             optimizer.zero_grad()
-            loss = cross_entropy(ddp(images), labels)
+            loss = cross_entropy(ddp(images), labels, label_smoothing=0.1)
             loss.backward()
             optimizer.step()
             schedule.step()
@@ -105,7 +105,8 @@ def main(rank: int | None = None, epochs: int = 15, folder: str = "runs/digits")
     }
     save(ddp.module, checkpoint, summary)
     say(f"accuracy {accuracy:.2%} over the whole test set ({counted} images, each counted once)")
-    say(f"{summary['samples_per_second']:.0f} samples per second, {summary['sync_share']:.1%} in synchronisation")
+    say(f"{summary['samples_per_second']:.0f} samples per second")
+    say(f"{summary['sync_share']:.1%} of the training time in synchronisation")
     say(f"checkpoint {checkpoint}, which loads into the plain model")
     phalanx.shutdown()
 
@@ -152,7 +153,7 @@ def save(model: nn.Module, checkpoint: Path, summary: dict) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--folder", default="runs/digits")
     main(**vars(parser.parse_args()))

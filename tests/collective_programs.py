@@ -176,6 +176,9 @@ def unusual_tensors(rank: int) -> None:
     assert negative.is_neg()
     dist.all_reduce(negative)
     assert negative.item() == -total
+    everybody = [torch.complex(torch.zeros(1), torch.zeros(1)).conj().imag for _ in range(size)]
+    dist.all_gather(everybody, negative)
+    assert all(each.is_neg() and each.item() == -total for each in everybody)
 
     parameter = torch.nn.Parameter(torch.full((3,), float(rank + 1)))
     dist.all_reduce(parameter)

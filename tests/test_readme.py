@@ -18,7 +18,9 @@ import pytest
 from tests.commands import run_command
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"(?:^<!-- (?P<comment>.+?) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<comment>.+?) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.language}: {block.code.split(chr(10))[0]}")
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.language + block.code.partition("\n")[0])
 def test_a_block_of_the_readme_works(block: Block, folder: Path) -> None:
     if block.comment == "targets":
         unknown = targets_asked_for(block.code) - targets_of((ROOT / "Makefile").read_text())
@@ -72,7 +74,8 @@ def test_every_block_is_one_that_is_run() -> None:
 
 
 def test_the_blocks_of_a_text_are_found() -> None:
-    text = "one\n\n<!-- file: a.py -->\n```python\nx\n```\n\n<!-- targets -->\n```bash\nmake all\n```\n```bash\ny\nz\n```\n"
+    text = "one\n\n<!-- file: a.py -->\n```python\nx\n```\n\n"
+    text += "<!-- targets -->\n```bash\nmake all\n```\n```bash\ny\nz\n```\n"
     assert [(b.language, b.code, b.file) for b in blocks_of(text)] == [
         ("python", "x\n", "a.py"),
         ("bash", "make all\n", None),

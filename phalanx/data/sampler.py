@@ -116,7 +116,7 @@ class DistributedSampler(TorchDistributedSampler):
         if self._epoch_set_by is _EpochSetBy.USER:
             why = f"since set_epoch({self.epoch}) was called once and not again"
         else:
-            why = "since the passes before took less than a quarter of the items, too few to count as an epoch"
+            why = "since the passes before took less than a quarter of the items, which is no epoch"
         warnings.warn(
             f"[rank {self.rank}] DistributedSampler begins a third pass over the same order (epoch "
             f"{self.epoch}), {why}. Call sampler.set_epoch(epoch) before every epoch.",

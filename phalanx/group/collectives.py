@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import RankMismatchError
-from phalanx.group import call_site, ticket
+from phalanx.group import call_site, inline, ticket
 from phalanx.group.group import Group
 from phalanx.transport.protocol import Transport
 from phalanx.transport.reductions import Reduction
@@ -64,8 +64,10 @@ class Collectives:
             copies = [(flat, tensor.detach())]
         elif root not in (-1, self.rank):
             copies = []
-        with self.core.collective(wire) as fence:
-            self.transport.reduce(flat, reduction, root, fence)
+        # What goes inline is decided by what all ranks agree on, never by how a tensor lies in memory here.
+        if not (root == -1 and inline.reduce(self.core, flat, reduction)):
+            with self.core.collective(wire) as fence:
+                self.transport.reduce(flat, reduction, root, fence)
         if root in (-1, self.rank):
             _copy_back(copies)
 

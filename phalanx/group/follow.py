@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from phalanx.errors import CollectiveTimeoutError, InternalError
-from phalanx.group import dtypes, ticket
-from phalanx.group.group import Following, Group
+from phalanx.group import dtypes, inline, ticket
+from phalanx.group.group import Following, Group, Rest
 from phalanx.group.ticket import Operation, State, Ticket
 from phalanx.transport.protocol import Transport
 from phalanx.transport.reductions import Reduction
@@ -52,8 +52,9 @@ class Follower:
                 if time.monotonic() > deadline:
                     raise CollectiveTimeoutError(str(core), [], core.rank, core.timeout)
             got = core.finish_following(wire)
-            if not core.throws_when_joined:
-                self._take_part(core, got)
+            rest = None if core.throws_when_joined else self._take_part(core, got)
+        if rest is not None:
+            rest()
         return [ticket.decode(each) for each in got]
 
     def _serve_others(self) -> None:
@@ -62,26 +63,28 @@ class Follower:
                 with other.lock:
                     wire = Ticket(Operation.FOLLOW, state=State.JOINED).encode()
                     other.begin_following(wire)
-                    self._take_part(other, other.finish_following(wire))
+                    rest = self._take_part(other, other.finish_following(wire))
+                if rest is not None:
+                    rest()
 
-    def _take_part(self, core: Group, got: Sequence[bytes]) -> None:
+    def _take_part(self, core: Group, got: Sequence[bytes]) -> Rest:
         active = [wire for wire in got if not ticket.follows(wire)]
         if not active:
-            return
+            return None
         call = ticket.decode(active[0])
-        if call.operation in _NO_DATA:
-            return
+        if call.operation in _NO_DATA or call.tag == inline.TAG:
+            return None
         if call.operation is Operation.MONITORED_BARRIER:
             core.fence()
-            return
+            return None
         handler = core.handlers.get((call.operation, call.tag))
         if handler is not None:
-            handler(list(got), Following(core))  # its first fence is that which gives time to post
-            return
+            return handler(list(got), Following(core))  # its first fence is that which gives time to post
         transport = core.transport
         if transport is None or call.dtype not in _TORCH_TYPES:
             raise InternalError(f"cannot follow {ticket.describe(active[0], dtypes.NAMES, {})}")
         _contribute_nothing(core, transport, call)
+        return None
 
 
 def _contribute_nothing(core: Group, transport: Transport, call: Ticket) -> None:

@@ -32,7 +32,9 @@ _EXPLAIN_SECONDS = 2.0
 _WAIT_COUNTS_FROM = 20e-6
 
 
-Handler = Callable[[list[bytes], Callable[[], object]], None]
+Rest = Callable[[], None] | None
+"""What is left to do once a collective is over, when its group may be used again."""
+Handler = Callable[[list[bytes], Callable[[], object]], Rest]
 _NOT_TO_FOLLOW = {Operation.ARENA, Operation.WRAP, Operation.ALL_TO_ALL, Operation.ALL_REDUCE_SPARSE}
 
 

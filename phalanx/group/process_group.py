@@ -35,7 +35,7 @@ from torch.distributed import (
 )
 
 from phalanx.errors import CollectiveTimeoutError
-from phalanx.group import arguments, autoload
+from phalanx.group import arguments, autoload, inline
 from phalanx.group.adapter import Adapter, Nccl, beside, made_by
 from phalanx.group.arguments import ArgumentError, code
 from phalanx.group.collectives import Copies
@@ -59,26 +59,32 @@ class PhalanxProcessGroup(Adapter):
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> Work:
         """Combine a tensor of all ranks, in place."""
-        if type(opts) is AllreduceOptions and not opts.asyncOp and len(tensors) == 1 and not self._worker.pending:
-            # The fast path: one plain CPU tensor, at once. What it does not know falls through.
-            tensor = tensors[0]
-            reduction = REDUCTIONS.get(hash(opts.reduceOp), _PREMUL_SUM)
-            if (
-                reduction is not _PREMUL_SUM
+        if (
+            type(opts) is AllreduceOptions
+            and len(tensors) == 1
+            and not (self._worker.pending or self._coalesced is not None or self._ends.closed or self.board.closed)
+            and not opts.asyncOp
+            and opts.timeout == _UNSET
+        ):
+            # The fast path: one plain CPU tensor, at once. What it does not know falls through. Every call
+            # into torch counts here: after a system call each costs several times what it does in a loop.
+            tensor, reduction = tensors[0], REDUCTIONS.get(hash(opts.reduceOp), _PREMUL_SUM)
+            done = inline.reduce(self.core, tensor, reduction)
+            if not done and (
+                (tensor.dtype, reduction) in self._checked
                 and tensor.layout is torch.strided
                 and tensor.is_cpu
                 and not tensor.requires_grad
                 and tensor.is_contiguous()
                 and not (tensor.is_neg() or tensor.is_conj())
-                and (tensor.dtype, reduction) in self._checked
-                and opts.timeout == _UNSET
-                and not self.board.closed
-                and self._coalesced is None
+                and not inline.suits(tensor.dtype, tensor.numel(), reduction)
             ):
-                self._count += 1
                 wire = plain(_ALL_REDUCE, reduction, CODES[tensor.dtype], tensor.numel(), -1)
                 with self.core.collective(wire) as fence:
                     self.transport.reduce(tensor, reduction, -1, fence)
+                done = True
+            if done:
+                self._count += 1
                 work = DoneWork()
                 work.tensors = tensors
                 return work

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 SIGNATURE = struct.Struct("<BBBxiQQ8x")
 PERSONAL = struct.Struct("<BBHIdd")
+HEAD_BYTES = SIGNATURE.size + PERSONAL.size
 
 
 class Operation(enum.IntEnum):

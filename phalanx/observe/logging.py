@@ -46,7 +46,7 @@ class _LastResort(logging.StreamHandler):
         self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record, unless the program has handlers of its own or a nearer one of ours has written it."""
+        """Write the record, unless a handler of the program's or a nearer one of ours does."""
         handlers = _handlers(logging.getLogger(record.name))
         ours = [handler for handler in handlers if isinstance(handler, _LastResort)]
         if len(ours) == len(handlers) and ours[0] is self:

@@ -13,7 +13,14 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from phalanx.group import world
 
@@ -107,7 +114,8 @@ class _Lines:
         seconds = time.monotonic() - self._began
         of_total = f"/{self._total} ({done / self._total:.0%})" if self._total else ""
         subject = f"{self._description}: " if self._description else ""
-        print(f"{subject}{done}{of_total} in {seconds:.0f} s, {done / seconds:.3g}/s", file=sys.stderr, flush=True)
+        line = f"{subject}{done}{of_total} in {seconds:.0f} s, {done / seconds:.3g}/s"
+        print(line, file=sys.stderr, flush=True)
 
     def close(self, done: int) -> None:
         if self._shown and done:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -134,11 +134,11 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
 
     # -- the model -----------------------------------------------------------------------------------
 
-    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
+    def _trainable(self, hooked: Container[int] = ()) -> list[tuple[str, nn.Parameter]]:
         return [
             (name, parameter)
             for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and name not in self.parameters_to_ignore
+            if (parameter.requires_grad or id(parameter) in hooked) and name not in self.parameters_to_ignore
         ]
 
     def _remember_structure(self) -> None:
@@ -158,6 +158,7 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         self._hooked = [parameter._cdata for parameter in parameters]
         self._everything = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         self._grads_required = [p.requires_grad for p in self._everything]
+        self._dtypes = [p.dtype for p in self._everything]
 
     def _snapshot(self) -> list[int]:
         held = chain.from_iterable(d.values() for d in chain(self._parameter_dicts, self._child_dicts))
@@ -172,17 +173,21 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
             self._snapshot() != self._structure
             or [p._cdata for p in self._reducer.parameters] != self._hooked
             or [p.requires_grad for p in self._everything] != self._grads_required
+            or (self._low is None and [p.dtype for p in self._everything] != self._dtypes)
         )
         if changed:
             held = [p for d in self._parameter_dicts for p in d.values() if p is not None]
             if not all(isinstance(p, nn.Parameter) for p in held):
                 return  # torch.func.functional_call has put other tensors in their place, for this forward
-            named = self._trainable()
             mine = self._reducer.parameters
+            hooked = {id(p) for p in mine}
+            # Those frozen meanwhile stay: what they have accumulated before may not be synchronised yet.
+            named = self._trainable(hooked)
             swapped = [p._cdata for p in mine] != self._hooked
-            missing = {id(p) for _, p in named} - {id(p) for p in mine}
-            gone = {id(p) for p in mine} - {id(p) for p in self.module.parameters()}
-            if swapped or missing or gone:
+            converted = self._low is None and [p.dtype for p in self._everything] != self._dtypes
+            missing = {id(p) for _, p in named} - hooked
+            gone = hooked - {id(p) for p in self.module.parameters()}
+            if swapped or converted or missing or gone:
                 self._reducer.adopt(named)
             self._remember_structure()
         elif self._buffer_dicts and self._snapshot_buffers() != self._buffer_ids:
@@ -321,7 +326,7 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
 
 _NOT_PICKLED = (
     "process_group", "device_mesh", "_group", "_reducer", "_parameter_dicts", "_child_dicts", "_buffer_dicts",
-    "_structure", "modules_buffers", "named_module_buffers", "_buffer_ids", "_hooked", "_everything", "_grads_required", "_join_config",
+    "_structure", "modules_buffers", "named_module_buffers", "_buffer_ids", "_hooked", "_everything", "_grads_required", "_dtypes", "_join_config",
     "_surface", "_broadcaster", "_local_cache", "_patterns", "_first_used", "_low", "_in_backward", "_logging",
 )  # fmt: skip
 
@@ -373,6 +378,11 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list, set, frozenset)):
         for item in value:
             yield from _tensors(item, depth + 1)
-    elif hasattr(value, "__dict__"):
-        for item in vars(value).values():
+    else:
+        slots = [name for kind in type(value).__mro__ for name in _names(kind.__dict__.get("__slots__", ()))]
+        for item in [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]:
             yield from _tensors(item, depth + 1)
+
+
+def _names(slots: str | Iterable[str]) -> list[str]:
+    return [slots] if isinstance(slots, str) else list(slots)

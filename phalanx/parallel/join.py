@@ -113,13 +113,19 @@ class Join(TorchJoin):
                 if all(t.state is State.JOINED for t in tickets):
                     fewest = min(t.count for t in tickets)
                     return max(rank for rank, t in enumerate(tickets) if t.count == fewest)
-                continue
-            if self._throw:
+            elif self._throw:
                 raise RuntimeError(f"Rank {self._core.rank} exhausted all inputs.")
             followed += 1
-            if active[0].operation is Operation.GRADIENTS and active[0].tag == self._models[0]._reducer.tag:
+            if self._ends_a_step(tickets):
                 for hook in self._hooks:
                     hook.main_hook()
+
+    def _ends_a_step(self, tickets: Sequence[Ticket]) -> bool:
+        """Whether those who run step their optimizers next; they do so too if all of them have skipped."""
+        tag = self._models[0]._reducer.tag
+        running = [t for t in tickets if t.state is not State.JOINED]
+        active = [t for t in running if t.state is State.ACTIVE]
+        return (active or running)[0].tag == tag and (not active or active[0].operation is Operation.GRADIENTS)
 
     def _ticket(self, followed: int) -> Ticket:
         for model in self._models:

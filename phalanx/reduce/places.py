@@ -61,8 +61,11 @@ class Places:
 
     # -- around a backward ---------------------------------------------------------------------------
 
-    def lend(self) -> None:
-        """Give every parameter without a gradient its place, zeroed unless it is held back there."""
+    def lend(self) -> list[int]:
+        """Give every parameter without a gradient its place, zeroed unless it is held back there.
+
+        Return those zeroed: whatever they had produced before has been dropped by the user.
+        """
         params, views, held = self._params, self.views, self.held
         empty = [i for i in self.placed if params[i].grad is None and params[i].requires_grad]
         zeroed = [i for i in empty if i not in held] if held else empty
@@ -75,13 +78,17 @@ class Places:
             params[i].grad = views[i]
         self._lent = empty
         self._versions = [views[i]._version for i in empty]
+        return zeroed
 
     def untouched(self) -> set[int]:
-        """The parameters whose lent place nobody has written to, though their hook may have run."""
+        """The parameters whose lent place nobody has written to, though their hook may have run.
+
+        With create_graph, autograd leaves the place alone and puts a gradient of its own beside it.
+        """
         return {
             index
             for index, version in zip(self._lent, self._versions, strict=True)
-            if self.views[index]._version == version
+            if self.views[index]._version == version and self._params[index].grad is self.views[index]
         }
 
     def take_back(self, kept: set[int]) -> None:

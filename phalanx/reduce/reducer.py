@@ -20,6 +20,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -101,6 +102,7 @@ class Reducer:
         self._number = compare_models(self.group, entries, fingerprint(entries, self.caps), self._number)
         self._places = Places(self.group, make_plan(entries, self.caps), self.parameters, self._places)
         self._tag = (self.plan.fingerprint + 2 * self._number * 0x9E3779B97F4A7C15) % (1 << 63) & ~1
+        self._sparse = [index for index, entry in enumerate(entries) if entry.sparse]
         self._all_bits = ticket.bits(self.everything, len(self.named))
         self._elements = sum(entry.count for entry in entries)
         self._register()
@@ -121,7 +123,7 @@ class Reducer:
 
     def _begins(self) -> None:
         if self._places is not None and not self.stale and self.lend_places:
-            self._places.lend()
+            self.produced.difference_update(self._places.lend())
 
     def forget_backward(self) -> None:
         """Clean up after a backward that never ended (it raised). Called at every forward."""
@@ -204,8 +206,8 @@ class Reducer:
         places = self._built()
         if self.comm_hook is not None:
             self.comm_hook.run(self.plan, places.memory, self.parameters, places.views, used, factors)
-        for index in used:
-            if self.plan.entries[index].sparse:
+        for index in self._sparse:
+            if index in used:
                 sparse.reduce(self.group, self.parameters[index], factors)
         if len(used) != len(self.named) or places.held:
             places.held.difference_update(used)
@@ -282,8 +284,8 @@ class Reducer:
         self.weights.enter(self.schedule.ledgers)
         return self._ticket(self.schedule.everything, state, followed)
 
-    def follow(self, got: list[bytes], fence: Fence) -> None:
-        """Take part in a flush of the other ranks, whose tickets are `got`."""
+    def follow(self, got: list[bytes], fence: Fence) -> Callable[[], None]:
+        """Take part in a flush of the other ranks, whose tickets are `got`; return what comes after it."""
         started = time.perf_counter()
         places = self._built()
         fence()  # where those in the flush have exchanged tickets
@@ -293,6 +295,11 @@ class Reducer:
         places.show(used)
         mask = next((t.extra for t in map(ticket.decode, got) if t.operation is Operation.GRADIENTS), b"")
         each = self.schedule.round_of(frozenset(ticket.members(mask)) if mask else None)
+        return partial(self._followed, used, factors, foreign, each, started)
+
+    def _followed(
+        self, used: Sequence[int], factors: list[float], foreign: Sequence[int], each: Round, started: float
+    ) -> None:
         self._complete(used, factors, foreign, each)
         self.schedule.followed(each)
         self.weights.leave(bool(self.produced))
@@ -304,11 +311,11 @@ class Reducer:
         """Have the group hand flushes with our tag to us, for as long as we live."""
         me = weakref.ref(self)
 
-        def handle(got: list[bytes], fence: Fence) -> None:
+        def handle(got: list[bytes], fence: Fence) -> Callable[[], None]:
             reducer = me()
             if reducer is None:
                 raise InternalError("a flush of a wrapped model that this rank has dropped")
-            reducer.follow(got, fence)
+            return reducer.follow(got, fence)
 
         handlers = self.group.core.handlers
         for tag in (self._tag, self._tag ^ 1):

@@ -7,6 +7,7 @@ Outputs of the wrapped model announce a backward earlier, before any of its para
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -42,10 +43,7 @@ class Watch:
         """Hook these parameters instead of the present ones."""
         self.take_off()
         self._params = parameters
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
-            for index, parameter in enumerate(parameters)
-        ]
+        self._handles = [_hook_on(parameter, self._hook(index)) for index, parameter in enumerate(parameters)]
 
     def take_off(self) -> None:
         """Remove all hooks."""
@@ -54,12 +52,17 @@ class Watch:
         self._handles = []
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        fired, task_now = self._fired, backward.current_task
+        # Weakly: autograd keeps hooks where the garbage collector cannot see them, so that a cycle through one
+        # would keep a dropped wrapper, its model and its shared memory for good.
+        fired, task_now, me = self._fired, backward.current_task, weakref.ref(self)
 
         def fire(_: torch.Tensor) -> None:
+            watch = me()
+            if watch is None:
+                return
             fired.append(index)
-            if task_now() != self._task:
-                self._arm()
+            if task_now() != watch._task:
+                watch._arm()
 
         return fire
 
@@ -89,7 +92,7 @@ class Watch:
 
     def abandon(self) -> set[int]:
         """Forget a backward that never ended, because it raised; return what had fired."""
-        backward.forget(self._tasks, self)
+        backward.forget(self)
         fired = set(self._fired)
         self._clear()
         return fired
@@ -119,3 +122,17 @@ class Watch:
                 except RuntimeError:  # asked for as an output of autograd.grad
                     return False
         return False
+
+
+def _hook_on(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Register `hook`, on a frozen parameter too, and where swap_tensors has cut hooks off from their tensor."""
+    hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if hooks is not None:
+        parameter._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+    frozen = not parameter.requires_grad
+    if frozen:
+        parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    if frozen:
+        parameter.requires_grad_(False)
+    return handle

@@ -216,8 +216,8 @@ class _Process:
     def this(cls) -> _Process:
         """Describe the calling process."""
         try:
-            kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-            return cls(os.getpid(), _stat(os.getpid())[1], kernel)
+            kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return cls(os.getpid(), _stat(os.getpid())[1], kernel + os.readlink("/proc/self/ns/pid"))
         except OSError:
             return cls(os.getpid(), "", "")
 

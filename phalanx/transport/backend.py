@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 
 from phalanx.errors import InternalError
 from phalanx.transport.protocol import Fence
-from phalanx.transport.reductions import Reduction, combine
+from phalanx.transport.reductions import Reduction, combine, scale_into
 
 _OPS = {
     Reduction.SUM: ReduceOp.SUM,
@@ -219,14 +219,5 @@ class BackendGradients:
         fence()
         for (region, start, stop), total in zip(spans, totals, strict=True):
             if even:
-                scale_by(total, scale)
+                scale_into(total, scale, total)
             self.own[region][start:stop].copy_(total)
-
-
-def scale_by(total: torch.Tensor, scale: float) -> None:
-    """Multiply by `scale`, which may be the inverse of a number of ranks: then divide, which rounds once."""
-    inverse = round(1 / scale) if scale else 0
-    if inverse and 1 / inverse == scale:
-        total.div_(inverse)
-    else:
-        total.mul_(scale)

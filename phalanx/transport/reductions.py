@@ -50,6 +50,8 @@ _ON_BOOL: dict[Reduction, Callable[..., torch.Tensor]] = {
     Reduction.BXOR: torch.logical_xor,
 }
 _BITWISE = {Reduction.BAND, Reduction.BOR, Reduction.BXOR}
+COMMUTATIVE = frozenset(_PAIRWISE)
+"""Reductions of two tensors that give the same bits in either order."""
 _SAME_BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _ORDERED = {Reduction.MIN, Reduction.MAX}
 
@@ -76,7 +78,7 @@ def combine(parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reducti
     dtype = out.dtype
     if dtype is torch.bool:
         _fold(parts, out, _ON_BOOL[reduction])
-    elif dtype.is_floating_point and dtype.itemsize < 4:
+    elif is_narrow(dtype):
         _wide(parts, out, reduction, torch.float32)
     elif dtype in _SAME_BITS:
         if reduction in _ORDERED or reduction is Reduction.AVG:
@@ -117,3 +119,54 @@ def _divide(total: torch.Tensor, count: int) -> None:
         total.div_(count)
     else:
         total.div_(count, rounding_mode="trunc")
+
+
+# -- weighted sums, of gradients -----------------------------------------------------------------------
+
+_PIECE = 128 << 10  # elements: what is read again and again stays in the caches
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether a dtype is added in float32 and rounded once."""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def scale_left(scales: Sequence[float], dtype: torch.dtype) -> float:
+    """What weighted_sum leaves to be multiplied by: equal scales of wide numbers, else nothing."""
+    return scales[0] if scales and len(set(scales)) == 1 and not is_narrow(dtype) else 1.0
+
+
+def weighted_sum(parts: Sequence[torch.Tensor], scales: Sequence[float], out: torch.Tensor) -> None:
+    """Write sum(scale x part), in order, into `out`, but for the factor scale_left(scales, out.dtype)."""
+    if not parts:
+        out.zero_()
+        return
+    plain = scale_left(scales, out.dtype) == scales[0]
+    if plain and len(parts) <= 2:
+        _fold(parts, out, torch.add)
+        return
+    narrow = is_narrow(out.dtype)
+    for start in range(0, out.numel(), _PIECE):
+        target = out[start : start + _PIECE]
+        pieces = [part[start : start + _PIECE] for part in parts]
+        if plain:
+            _fold(pieces, target, torch.add)
+            continue
+        if narrow:
+            pieces = [piece.float() for piece in pieces]
+        total = torch.empty_like(pieces[0]) if narrow else target
+        torch.mul(pieces[0], scales[0], out=total)
+        for piece, scale in zip(pieces[1:], scales[1:], strict=True):
+            total.add_(piece, alpha=scale)
+        if narrow:
+            target.copy_(total)
+
+
+def scale_into(total: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    """Write total x scale into `out`; where `scale` is 1/n, divide by n, which rounds once."""
+    inverse = round(1 / scale) if scale else 0
+    # 1/3 is no float, 1/4 is: multiplying by a power of two is exact, and faster.
+    if inverse and 1 / inverse == scale and inverse & (inverse - 1):
+        torch.div(total, inverse, out=out)
+    else:
+        torch.mul(total, scale, out=out)

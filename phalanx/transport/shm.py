@@ -21,9 +21,17 @@ from mmap import mmap
 import torch
 
 from phalanx.transport.protocol import Fence
-from phalanx.transport.reductions import Reduction, combine
+from phalanx.transport.reductions import (
+    COMMUTATIVE,
+    Reduction,
+    combine,
+    is_narrow,
+    scale_into,
+    scale_left,
+    weighted_sum,
+)
 
-SLOT_BYTES = 4 << 20
+SLOT_BYTES = 1 << 20
 _ALIGN = 64
 _ONE_ROUND_BYTES = 64 << 10  # up to here every rank adds everything itself: one fence instead of two
 
@@ -71,15 +79,17 @@ class SharedMemory:
             slots, result = self._views(flat.dtype, piece.numel(), fence)
             slots[self._rank].copy_(piece)
             fence()
-            if self._size <= 2 or piece.numel() * piece.element_size() <= _ONE_ROUND_BYTES:
+            if self._size == 2 and reduction in COMMUTATIVE and wanted and not is_narrow(piece.dtype):
+                combine([piece, slots[1 - self._rank]], piece, reduction)
+            elif self._size <= 2 or piece.numel() * piece.element_size() <= _ONE_ROUND_BYTES:
                 if wanted:
                     combine(slots, piece, reduction)
-                continue
-            low, high = self._segment(piece.numel())
-            combine([slot[low:high] for slot in slots], result[low:high], reduction)
-            fence()
-            if wanted:
-                piece.copy_(result)
+            else:
+                low, high = self._segment(piece.numel())
+                combine([slot[low:high] for slot in slots], result[low:high], reduction)
+                fence()
+                if wanted:
+                    piece.copy_(result)
 
     def _segment(self, count: int) -> tuple[int, int]:
         return count * self._rank // self._size, count * (self._rank + 1) // self._size
@@ -188,63 +198,23 @@ class SharedGradients:
     def reduce(self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Fence) -> None:
         """Replace `spans` (region, start, stop) of every rank by sum(scale[r] x slot of r), in rank order.
 
-        A rank of scale 0 is not read. Equal scales of 1/n are a plain mean.
+        A rank of scale 0 is not read. Equal scales are applied to the sum, so that it is rounded once.
         """
+        given = [scale for scale in scales if scale]
         for region, start, stop in spans:
             length = stop - start
             low = start + length * self._rank // self._size
             high = start + length * (self._rank + 1) // self._size
-            parts = [slot for slot, scale in zip(self._slots[region], scales, strict=True) if scale]
-            weighted_sum(parts, [scale for scale in scales if scale], self._results[region], low, high)
+            parts = [slot[low:high] for slot, scale in zip(self._slots[region], scales, strict=True) if scale]
+            weighted_sum(parts, given, self._results[region][low:high])
         fence()
         for region, start, stop in spans:
-            self.own[region][start:stop].copy_(self._results[region][start:stop])
-
-
-_PIECE = 64 << 10  # elements: two inputs and the output stay in the second-level cache
-
-
-def weighted_sum(
-    parts: Sequence[torch.Tensor], scales: Sequence[float], out: torch.Tensor, low: int, high: int
-) -> None:
-    """Write sum(scale x part) into out[low:high], a cache-sized piece at a time, half precision in float32."""
-    narrow = out.dtype.is_floating_point and out.dtype.itemsize < 4
-    even = len(set(scales)) == 1
-    for start in range(low, high, _PIECE):
-        stop = min(start + _PIECE, high)
-        target = out[start:stop]
-        pieces = [part[start:stop] for part in parts]
-        if not pieces:
-            target.zero_()
-            continue
-        total = torch.empty(stop - start, dtype=torch.float32) if narrow else target
-        if narrow:
-            pieces = [piece.float() for piece in pieces]
-        if even:
-            if len(pieces) == 1:
-                total.copy_(pieces[0])
+            own, result = self.own[region][start:stop], self._results[region][start:stop]
+            left = scale_left(given, own.dtype)
+            if left == 1.0:
+                own.copy_(result)
             else:
-                torch.add(pieces[0], pieces[1], out=total)
-            for piece in pieces[2:]:
-                total.add_(piece)
-            _scale(total, scales[0])
-        else:
-            torch.mul(pieces[0], scales[0], out=total)
-            for piece, scale in zip(pieces[1:], scales[1:], strict=True):
-                total.add_(piece, alpha=scale)
-        if narrow:
-            target.copy_(total)
-
-
-def _scale(total: torch.Tensor, scale: float) -> None:
-    if scale == 1.0:
-        return
-    inverse = round(1 / scale)
-    # 1/3 is no float: dividing by 3 rounds once, multiplying by 0.333... twice.
-    if 1 / inverse == scale and inverse & (inverse - 1):
-        total.div_(inverse)
-    else:
-        total.mul_(scale)
+                scale_into(result, left, own)
 
 
 def _aligned(count: int) -> int:

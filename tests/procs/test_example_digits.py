@@ -42,7 +42,8 @@ def test_two_ranks_reach_the_accuracy_and_say_so(tmp_path: Path) -> None:
     summary = summary_in(tmp_path, 2)
     assert summary["accuracy"] >= 0.97
     assert "world 2 | hosts 1 | transport shared memory | threads per rank 1" in written
-    assert f"accuracy {summary['accuracy']:.2%} over the whole test set (361 images, each counted once)" in written
+    accuracy = f"accuracy {summary['accuracy']:.2%}"
+    assert f"{accuracy} over the whole test set (361 images, each counted once)" in written
     assert written.count("held-out accuracy") == 15  # from rank 0 only
     assert [path.name for path in (tmp_path / "runs/digits").glob("*.tmp")] == []
 

@@ -33,7 +33,10 @@ def shares(items: int, ranks: int, **options: object) -> list[DistributedSampler
 # --- torch's order ---------------------------------------------------------------------------------
 
 
-@given(worlds(), st.booleans(), st.booleans(), st.integers(0, 2**31), st.lists(st.integers(0, 50), max_size=4))
+EPOCHS = st.lists(st.integers(0, 50), max_size=4)
+
+
+@given(worlds(), st.booleans(), st.booleans(), st.integers(0, 2**31), EPOCHS)
 def test_order_length_and_attributes_are_torchs(
     place: tuple[int, int, int], shuffle: bool, drop_last: bool, seed: int, epochs: list[int]
 ) -> None:
@@ -108,8 +111,10 @@ def test_without_padding_the_order_is_torchs_up_to_the_padding(
 
 
 def test_ten_items_on_four_ranks() -> None:
-    assert [list(s) for s in shares(10, 4, shuffle=False, pad=False)] == [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
-    assert [list(s) for s in shares(10, 4, shuffle=False)] == [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]
+    uneven = shares(10, 4, shuffle=False, pad=False)
+    assert [list(sampler) for sampler in uneven] == [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
+    even = shares(10, 4, shuffle=False)
+    assert [list(sampler) for sampler in even] == [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]
 
 
 def test_fewer_items_than_ranks_leave_some_rank_with_nothing() -> None:
@@ -145,7 +150,7 @@ def torch_order(epoch: int, items: int = 40, ranks: int = 2, rank: int = 0) -> l
 
 
 @given(st.integers(0, 60), st.integers(1, 6), st.booleans())
-def test_without_set_epoch_each_pass_is_the_next_epoch_on_all_ranks(items: int, ranks: int, pad: bool) -> None:
+def test_without_set_epoch_each_pass_is_the_next_epoch(items: int, ranks: int, pad: bool) -> None:
     samplers = shares(items, ranks, pad=pad)
     for epoch in range(3):
         for sampler in samplers:
@@ -208,7 +213,8 @@ def test_an_iterator_of_an_earlier_pass_does_not_move_the_epoch() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_loader_goes_through_one_epoch_per_pass(workers: int) -> None:
     sampler = DistributedSampler(range(40), 2, 0)
-    loader = DataLoader(range(40), batch_size=8, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+    options = {"num_workers": workers, "persistent_workers": workers > 0}
+    loader = DataLoader(range(40), batch_size=8, sampler=sampler, **options)
     passes = [[int(index) for batch in loader for index in batch] for _ in range(3)]
     assert passes == [torch_order(epoch) for epoch in range(3)]
 
