@@ -11,6 +11,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -171,8 +172,8 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         """Pick up parameters that were frozen, unfrozen, replaced or added since the last forward."""
         changed = (
             self._snapshot() != self._structure
-            or [p._cdata for p in self._reducer.parameters] != self._hooked
-            or [p.requires_grad for p in self._everything] != self._grads_required
+            or list(map(_identity, self._reducer.parameters)) != self._hooked
+            or list(map(_requires_grad, self._everything)) != self._grads_required
             or (self._low is None and [p.dtype for p in self._everything] != self._dtypes)
         )
         if changed:
@@ -324,6 +325,7 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         return twin
 
 
+_identity, _requires_grad = attrgetter("_cdata"), attrgetter("requires_grad")
 _NOT_PICKLED = (
     "process_group", "device_mesh", "_group", "_reducer", "_parameter_dicts", "_child_dicts", "_buffer_dicts",
     "_structure", "modules_buffers", "named_module_buffers", "_buffer_ids", "_hooked", "_everything", "_grads_required", "_dtypes", "_join_config",

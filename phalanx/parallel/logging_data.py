@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from phalanx.launch.environment import variable
-
-if TYPE_CHECKING:
-    from phalanx.parallel.ddp import DistributedDataParallel
 
 _ALWAYS_SAMPLED = 10
 _ENVIRONMENT = {
@@ -27,7 +24,7 @@ _CPP_NAMES = {"float32": "float", "float64": "double", "float16": "c10::Half", "
 class LoggingData:
     """Times the steps of one wrapper and answers with what torch's logger would say."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: Any) -> None:
         self._ddp = ddp
         self.error = ""
         self.sample_rate = 100

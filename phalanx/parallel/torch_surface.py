@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,13 @@ from phalanx.parallel import buffers
 from phalanx.parallel.logging_data import LoggingData
 from phalanx.parallel.wrapped import Wrapped
 
-if TYPE_CHECKING:
-    from phalanx.parallel.ddp import DistributedDataParallel
-
 _BROADCAST_BUCKET_BYTES = 250 << 20
 
 
 class ReducerSurface:
     """What callers of torch reach through `ddp.reducer`."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: Any) -> None:
         self._ddp = ddp
 
     def prepare_for_backward(self, tensors: Sequence[torch.Tensor]) -> None:

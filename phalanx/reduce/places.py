@@ -12,12 +12,19 @@ steps, while what it has accumulated stays in its place.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, eq, is_
 
 import torch
 
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.reduce.memory import Memory
 from phalanx.reduce.plan import Plan
+
+
+# One pass of map() over hundreds of parameters costs a fraction of a loop's.
+_gradient, _requires_grad, _version = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
+_NONES = repeat(None)
 
 
 class Places:
@@ -41,8 +48,10 @@ class Places:
         ]
         self.placed = [index for index, view in enumerate(self.views) if view is not None]
         self.held: set[int] = set()
+        self.hidden = False  # whether some parameter showed no gradient at the last settle()
         self._pointers = [0 if view is None else view.data_ptr() for view in self.views]
         self._lent: list[int] = []
+        self._lent_views: list[torch.Tensor | None] = []
         self._versions: list[int] = []
         if older is not None:
             self._move_in(older)
@@ -61,34 +70,42 @@ class Places:
 
     # -- around a backward ---------------------------------------------------------------------------
 
-    def lend(self) -> list[int]:
+    def lend(self) -> Sequence[int]:
         """Give every parameter without a gradient its place, zeroed unless it is held back there.
 
-        Return those zeroed: whatever they had produced before has been dropped by the user.
+        Returns the parameters whose places have been zeroed.
         """
-        params, views, held = self._params, self.views, self.held
-        empty = [i for i in self.placed if params[i].grad is None and params[i].requires_grad]
-        zeroed = [i for i in empty if i not in held] if held else empty
-        if len(zeroed) == len(self.placed):
+        params, views = self._params, self.views
+        usual = not self.held and len(self.placed) == len(params)
+        if usual and all(map(is_, map(_gradient, params), _NONES)) and all(map(_requires_grad, params)):
             for flat in self.memory.own:
                 flat.zero_()
-        elif zeroed:
-            torch._foreach_zero_([views[i] for i in zeroed])
-        for i in empty:
-            params[i].grad = views[i]
-        self._lent = empty
-        self._versions = [views[i]._version for i in empty]
-        return zeroed
+            self._lent = emptied = self.placed
+            lent_views = views
+        else:
+            self._lent = [i for i in self.placed if params[i].grad is None and params[i].requires_grad]
+            emptied = [i for i in self._lent if i not in self.held]
+            if emptied:
+                torch._foreach_zero_([views[i] for i in emptied])
+            params, lent_views = [params[i] for i in self._lent], [views[i] for i in self._lent]
+        for parameter, view in zip(params, lent_views, strict=True):
+            parameter.grad = view
+        self._lent_views = lent_views
+        self._versions = list(map(_version, lent_views))
+        return emptied
 
     def untouched(self) -> set[int]:
         """The parameters whose lent place nobody has written to, though their hook may have run.
 
         With create_graph, autograd leaves the place alone and puts a gradient of its own beside it.
         """
+        now = list(map(_version, self._lent_views))
+        if not any(map(eq, self._versions, now)):
+            return set()
         return {
             index
-            for index, version in zip(self._lent, self._versions, strict=True)
-            if self.views[index]._version == version and self._params[index].grad is self.views[index]
+            for index, before, after in zip(self._lent, self._versions, now, strict=True)
+            if before == after and self._params[index].grad is self.views[index]
         }
 
     def take_back(self, kept: set[int]) -> None:
@@ -96,7 +113,7 @@ class Places:
         for index in self._lent if len(kept) < len(self._params) else ():
             if index not in kept and self._params[index].grad is self.views[index]:
                 self._params[index].grad = None
-        self._lent, self._versions = [], []
+        self._lent, self._lent_views, self._versions = [], [], []
 
     # -- around a reduction --------------------------------------------------------------------------
 
@@ -107,9 +124,10 @@ class Places:
         """
         foreign: list[int] = []
         try:
-            pointers = [0 if (grad := p.grad) is None else grad.data_ptr() for p in self._params]
-        except RuntimeError:  # one of them is sparse and has no data pointer
+            pointers = list(map(torch.Tensor.data_ptr, map(_gradient, self._params)))
+        except (TypeError, RuntimeError):  # one of them is None, or sparse and has no data pointer
             pointers = [pointer(parameter.grad) for parameter in self._params]
+        self.hidden = 0 in pointers
         if pointers == self._pointers:
             return foreign
         for index, at in enumerate(pointers):

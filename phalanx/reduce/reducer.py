@@ -123,7 +123,9 @@ class Reducer:
 
     def _begins(self) -> None:
         if self._places is not None and not self.stale and self.lend_places:
-            self.produced.difference_update(self._places.lend())
+            emptied = self._places.lend()
+            if self.produced:
+                self.produced.difference_update(emptied)  # the user has dropped these
 
     def forget_backward(self) -> None:
         """Clean up after a backward that never ended (it raised). Called at every forward."""
@@ -209,7 +211,7 @@ class Reducer:
         for index in self._sparse:
             if index in used:
                 sparse.reduce(self.group, self.parameters[index], factors)
-        if len(used) != len(self.named) or places.held:
+        if len(used) != len(self.named) or places.held or places.hidden:
             places.held.difference_update(used)
             places.show(used)
         places.hand_out(used, foreign)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -36,6 +37,7 @@ class Watch:
         self._handles: list[RemovableHandle] = []
         self._fired: list[int] = []
         self._forwards: list[Local] = []
+        self._root: Any = None
         self._task: int | None = None
         self._tasks: set[int] = set()
 
@@ -70,6 +72,7 @@ class Watch:
         """An output has got its gradient; its forward ran with the parameters in `local` kept local."""
         if not self._forwards or self._forwards[-1] is not local:
             self._forwards.append(local)
+            self._root = self._root or torch._C._current_autograd_node()
         if backward.current_task() != self._task:
             self._arm()
 
@@ -109,18 +112,33 @@ class Watch:
         self._fired.clear()
         self._forwards.clear()
         self._tasks.clear()
-        self._task = None
+        self._task = self._root = None
 
     def is_accumulating(self) -> bool:
-        """Whether this is a backward() into parameters, and not autograd.grad() or backward(inputs=...)."""
-        for parameter in self._params:
-            if parameter.requires_grad:
-                with torch.enable_grad():
-                    node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
-                try:
-                    return torch._C._will_engine_execute_node(node)
-                except RuntimeError:  # asked for as an output of autograd.grad
-                    return False
+        """Whether this is a backward() into all leaves, and not autograd.grad() or backward(inputs=...).
+
+        For a backward in which an output was reached and no parameter: this rank may use only frozen ones.
+        """
+        return self._root is not None and all(map(_is_executed, _leaves(self._root)))
+
+
+def _leaves(root: Any) -> Iterator[Any]:
+    """The nodes below `root` that accumulate into a leaf."""
+    waiting, seen = [root], {root}
+    while waiting:
+        node = waiting.pop()
+        if node.name().endswith("AccumulateGrad"):
+            yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def _is_executed(leaf: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # asked for as an output of autograd.grad
         return False
 
 
