@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 
 import torch
@@ -11,7 +12,16 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+INTEGERS = [
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
 COMPLEX = [torch.complex64, torch.complex128]
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES = [*FLOATS, *INTEGERS, *COMPLEX, *EIGHT_BITS, torch.bool]
@@ -123,7 +133,15 @@ _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def every_reduction(rank: int, group: dist.ProcessGroup | None = None) -> int:
     """Make an all_reduce with every op that a dtype has; return how many were compared."""
     size, compared = dist.get_world_size(group), 0
-    for dtype in [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.uint8, torch.bool]:
+    for dtype in [
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.int64,
+        torch.int16,
+        torch.uint8,
+        torch.bool,
+    ]:
         given = [values(r, 100, dtype) for r in range(size)]
         for name, pairwise in _PAIRWISE.items():
             if dtype.is_floating_point and name.startswith("B"):
@@ -149,7 +167,7 @@ def every_reduction(rank: int, group: dist.ProcessGroup | None = None) -> int:
 
 
 def unusual_tensors(rank: int) -> None:
-    """Tensors that are not plain memory: views, scalars, lazy conjugates, parameters, results of inference."""
+    """Tensors that are not plain memory: views, scalars, lazy conjugates, parameters, of inference."""
     size = dist.get_world_size()
     total = sum(range(1, size + 1))
 
@@ -186,11 +204,11 @@ def unusual_tensors(rank: int) -> None:
     assert parameter.is_leaf and parameter.requires_grad and parameter.eq(total).all()
 
     with torch.inference_mode():
-        result = torch.ones(77) * (rank + 1)
+        result = torch.ones(1000) * (rank + 1)
         dist.all_reduce(result)
         assert result.eq(total).all()
         dist.all_reduce(result, async_op=True).wait()
-    later = torch.ones(77)
+    later = torch.ones(1000)
     dist.all_reduce(later)
     assert result.eq(total * size).all() and later.eq(size).all()
 
@@ -213,7 +231,10 @@ def sizes_and_splits(rank: int) -> None:
 
     # Rank i sends i + j rows to rank j.
     sends, takes = [rank + j for j in range(size)], [i + rank for i in range(size)]
-    given = torch.repeat_interleave(torch.arange(size), torch.tensor(sends)).float().unsqueeze(1).repeat(1, 3) + 10 * rank
+    given = (
+        torch.repeat_interleave(torch.arange(size), torch.tensor(sends)).float().unsqueeze(1).repeat(1, 3)
+        + 10 * rank
+    )
     got = torch.empty(sum(takes), 3)
     dist.all_to_all_single(got, given, takes, sends)
     expected = torch.cat([torch.full((i + rank, 3), 10.0 * i + rank) for i in range(size)])
@@ -230,12 +251,16 @@ def sizes_and_splits(rank: int) -> None:
         dist.all_gather_into_tensor(outputs[1], torch.full((3,), float(-rank)))
     manager.wait()
     ranks = torch.arange(float(size))
-    assert torch.equal(outputs[0], ranks.repeat_interleave(2)) and torch.equal(outputs[1], -ranks.repeat_interleave(3))
+    assert torch.equal(outputs[0], ranks.repeat_interleave(2)) and torch.equal(
+        outputs[1], -ranks.repeat_interleave(3)
+    )
     results = [torch.empty(2), torch.empty(1)]
     with dist._coalescing_manager():
         dist.reduce_scatter_tensor(results[0], torch.arange(2.0 * size))
         dist.reduce_scatter_tensor(results[1], torch.arange(1.0 * size))
-    assert results[0].tolist() == [2 * rank * size, (2 * rank + 1) * size] and results[1].item() == rank * size
+    assert (
+        results[0].tolist() == [2 * rank * size, (2 * rank + 1) * size] and results[1].item() == rank * size
+    )
 
 
 def objects(rank: int) -> None:
@@ -347,11 +372,13 @@ def sub_groups(rank: int) -> None:
     backwards = dist.new_group(list(range(size)), group_desc="all of us")
     assert backwards.group_desc == "all of us" and dist.get_backend(backwards) == "phalanx"
     if rank < 2:
-        local = dist.new_group([0, 1], use_local_synchronization=True)
-        got = torch.tensor([rank])
-        dist.broadcast(got, 1, group=local)
-        assert got.item() == 1
-        dist.destroy_process_group(local)
+        for _ in range(2):  # both get the same name, and rank 1 still has the first when rank 0 makes the second
+            local = dist.new_group([0, 1], use_local_synchronization=True)
+            got = torch.tensor([rank])
+            dist.broadcast(got, 1, group=local)
+            assert got.item() == 1
+            time.sleep(0.2 * rank)
+            dist.destroy_process_group(local)
     alone = [dist.new_group([r]) for r in range(size)][rank]
     got = torch.ones(3)
     dist.all_reduce(got, group=alone)

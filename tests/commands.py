@@ -24,7 +24,13 @@ def run_command(
 
     The programs of this Python's environment come first in PATH.
     """
-    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", **(env or {})}
+    environment = {
+        **os.environ,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        # Threads that spin at OpenMP's barriers get nowhere where others want the cores too.
+        "OMP_WAIT_POLICY": "passive",
+        **(env or {}),
+    }
     with subprocess.Popen(
         command,
         cwd=folder,

@@ -16,13 +16,24 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from phalanx.group.group import Group
+from phalanx.launch.environment import LOOPBACK, variable
 from phalanx.transport.backend import Backend
 
 
 def inner_group(
-    kind: str, store: dist.Store, rank: int, size: int, timeout: timedelta, members: Sequence[int]
+    kind: str,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    members: Sequence[int],
+    address: str = LOOPBACK,
 ) -> ProcessGroup:
-    """Make a plain group of torch.distributed over `store` that torch does not know of: "gloo" or "nccl"."""
+    """Make a plain group of torch.distributed over `store` that torch does not know of: "gloo" or "nccl".
+
+    Gloo listens on `address`, at which the others reach this rank; by itself it takes what the hostname
+    resolves to, which on many hosts is the loopback. GLOO_SOCKET_IFNAME comes first, as in torch.
+    """
     group = ProcessGroup(store, rank, size)
     backend: Any
     if kind == "nccl":
@@ -33,7 +44,12 @@ def inner_group(
         backend = dist.ProcessGroupNCCL(store, rank, size, options)
     else:
         chosen, device = ProcessGroup.BackendType.GLOO, torch.device("cpu")
-        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._timeout = timeout
+        named = variable("GLOO_SOCKET_IFNAME", "")
+        make = dist.ProcessGroupGloo.create_device
+        gloo._devices = [make(interface=name) for name in named.split(",") if name] or [make(hostname=address)]
+        backend = dist.ProcessGroupGloo(store, rank, size, gloo)
     group._set_default_backend(chosen)
     backend._set_sequence_number_for_group()
     group._register_backend(device, chosen, backend)

@@ -48,7 +48,9 @@ class Adapter(dist.ProcessGroup):
     supports_coalescing = False
     supports_time_estimate = False
 
-    def __init__(self, core: Group, kind: str, transport: Transport, store: dist.Store, owns_board: bool) -> None:
+    def __init__(
+        self, core: Group, kind: str, transport: Transport, store: dist.Store, owns_board: bool
+    ) -> None:
         super().__init__(core.rank, core.size)
         self.core, self.board, self.transport = core, core.board, transport
         self.transport_kind = kind
@@ -89,7 +91,9 @@ class Adapter(dist.ProcessGroup):
         pending = PendingWork(result, body.__name__, self.core.rank)
         return self._noted(self._worker.submit(lambda: self._run(seconds, body, wire, arguments), pending))
 
-    def _run(self, seconds: float | None, body: Callable[..., None], wire: bytes, arguments: Sequence[Any]) -> None:
+    def _run(
+        self, seconds: float | None, body: Callable[..., None], wire: bytes, arguments: Sequence[Any]
+    ) -> None:
         if seconds is None:
             body(wire, *arguments)
             return
@@ -122,7 +126,7 @@ class Adapter(dist.ProcessGroup):
             raise MisuseError(self.board.closed, rank=self.core.rank)
 
     def drain(self) -> None:
-        """Wait until every asynchronous collective has run, so that one of this thread is next on all ranks."""
+        """Wait until every asynchronous collective has run, so that this thread's is next on all ranks."""
         if self._worker.pending:
             self._worker.drain()
 
@@ -153,7 +157,9 @@ class Adapter(dist.ProcessGroup):
         """Receive a tensor from whichever rank sends one with this tag."""
         tensor = self._message(tensors, [], tag, "recv")
         if not tensor.is_cpu:
-            raise arguments.ArgumentError("recv from any source: NCCL cannot; name the source of CUDA tensors")
+            raise arguments.ArgumentError(
+                "recv from any source: NCCL cannot; name the source of CUDA tensors"
+            )
         peers = [place for place in range(self.core.size) if place != self.core.rank] or [self.core.rank]
         return self._noted(self._messages.receive(tensor, peers, tag))
 
@@ -266,7 +272,12 @@ class _Ends:
     """All that has to be closed with a group; apart from it, so that closing needs no group."""
 
     def __init__(self, core: Group, transport: Transport, accelerator: Accelerator, owns_board: bool) -> None:
-        self.core, self.transport, self.accelerator, self.owns_board = core, transport, accelerator, owns_board
+        self.core, self.transport, self.accelerator, self.owns_board = (
+            core,
+            transport,
+            accelerator,
+            owns_board,
+        )
         self.worker = Worker(f"phalanx collectives of group {core.name}")
         self.messages = Messages(core)
         self.closed = ""
@@ -308,8 +319,8 @@ def made_by(cls: type[_Made], options: Any, kind: Any) -> _Made:
 
 
 def _made(
-    cls: type[_Made], board: Switchboard, members: Sequence[int], name: str, timeout: timedelta, store: dist.Store,
-    kind: str, owns_board: bool,
+    cls: type[_Made], board: Switchboard, members: Sequence[int], name: str, timeout: timedelta,
+    store: dist.Store, kind: str, owns_board: bool,
 ) -> _Made:  # fmt: skip
     try:
         core = Group(board, members, name, timeout.total_seconds())

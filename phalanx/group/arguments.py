@@ -35,6 +35,13 @@ def non_empty(tensors: Sequence[Any], call: str) -> None:
         raise ArgumentError(f"{call}: requires non-empty tensor list")
 
 
+def same_lengths(outputs: Sequence[Any], inputs: Sequence[Any], call: str) -> None:
+    """Refuse lists that do not go together."""
+    non_empty(inputs, call)
+    if len(outputs) != len(inputs):
+        raise ArgumentError(f"{call}: requires input/output tensor lists to have the same length")
+
+
 def dense(tensor: Tensor, call: str) -> Tensor:
     """Refuse sparse tensors."""
     if tensor.layout is not torch.strided:
@@ -90,12 +97,13 @@ def per_rank(lists: Sequence[Any], size: int, call: str, which: str) -> Sequence
         lists = [lists]
     if len(lists) != 1:
         raise ArgumentError(
-            f"{call}: requires a single-element {which} list containing a list with {size} tensors, got {len(lists)}"
+            f"{call}: requires a single-element {which} list containing a list with {size} tensors, "
+            f"got {len(lists)}"
         )
     if len(lists[0]) != size:
         raise ArgumentError(
-            f"{call}: Incorrect {which} list size {len(lists[0])}. {which.capitalize()} list size should be {size}, "
-            f"same as size of the process group (invalid {which} tensor list at index 0)."
+            f"{call}: Incorrect {which} list size {len(lists[0])}. {which.capitalize()} list size should be "
+            f"{size}, same as size of the process group (invalid {which} tensor list at index 0)."
         )
     return lists[0]
 
@@ -112,7 +120,8 @@ def stacked(whole: Tensor, part: Tensor, size: int, call: str, names: tuple[str,
     dense(part, call)
     if whole.dtype is not part.dtype:
         raise ArgumentError(
-            f"{call}: {names[0]} tensor must have the same type as {names[1]} tensor, got {whole.dtype} and {part.dtype}"
+            f"{call}: {names[0]} tensor must have the same type as {names[1]} tensor, "
+            f"got {whole.dtype} and {part.dtype}"
         )
     if whole.numel() != part.numel() * size:
         raise ArgumentError(
@@ -132,7 +141,9 @@ def splits(sizes: Sequence[int], tensor: Tensor, size: int, call: str) -> list[i
             )
         return [tensor.numel() // size] * size
     if len(sizes) != size:
-        raise ArgumentError(f"{call}: Number of tensor splits not equal to group size: {len(sizes)} and {size}")
+        raise ArgumentError(
+            f"{call}: Number of tensor splits not equal to group size: {len(sizes)} and {size}"
+        )
     if sum(sizes) != rows:
         raise ArgumentError(f"{call}: Split sizes doesn't match total dim 0 size: {list(sizes)}, {rows} rows")
     per_row = tensor.numel() // rows if rows else 0

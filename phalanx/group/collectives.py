@@ -26,10 +26,17 @@ def laid_out(tensor: Tensor, copies: Copies) -> Tensor:
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        return tensor
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
+        return _unit_stride(tensor)
+    plain = _unit_stride(tensor.resolve_conj().resolve_neg().contiguous())
     copies.append((plain, tensor))
     return plain
+
+
+def _unit_stride(tensor: Tensor) -> Tensor:
+    """A tensor of one element is contiguous whatever its strides; seen as bytes, they have to be 1."""
+    if tensor.numel() == 1 and tensor.dim() and tensor.stride(-1) != 1:
+        return tensor.as_strided(tensor.shape, (1,) * tensor.dim())
+    return tensor
 
 
 def _copy_back(copies: Copies) -> None:
@@ -55,7 +62,9 @@ class Collectives:
             self.core.tickets(wire)
             self.core.fence()
 
-    def reduce(self, wire: bytes, tensor: Tensor, reduction: Reduction, root: int, factor: object = None) -> None:
+    def reduce(
+        self, wire: bytes, tensor: Tensor, reduction: Reduction, root: int, factor: object = None
+    ) -> None:
         """Combine `tensor` of all ranks into that of `root` (-1: of all)."""
         copies: Copies = []
         flat = laid_out(tensor, copies)
@@ -71,7 +80,9 @@ class Collectives:
         if root in (-1, self.rank):
             _copy_back(copies)
 
-    def reduce_many(self, wire: bytes, tensors: Sequence[Tensor], reduction: Reduction, factor: object = None) -> None:
+    def reduce_many(
+        self, wire: bytes, tensors: Sequence[Tensor], reduction: Reduction, factor: object = None
+    ) -> None:
         """Combine several tensors of one dtype, as one."""
         whole = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         if factor is not None:
@@ -97,7 +108,7 @@ class Collectives:
     def all_gather(
         self, wire: bytes, calls: Sequence[tuple[Sequence[Tensor], Tensor]], copies: Copies | None = None
     ) -> None:
-        """Copy every rank's tensor into the outputs of all ranks; for each of `calls`, which travel as one."""
+        """Copy every rank's tensor into the outputs of all ranks; for each of `calls`, which go as one."""
         copies = [] if copies is None else copies
         if len(calls) == 1:
             given, mine = calls[0]
@@ -141,19 +152,27 @@ class Collectives:
         _copy_back(copies)
 
     def reduce_scatter(
-        self, wire: bytes, calls: Sequence[tuple[Tensor, Sequence[Tensor]]], reduction: Reduction, factor: object = None
+        self,
+        wire: bytes,
+        calls: Sequence[tuple[Tensor, Sequence[Tensor]]],
+        reduction: Reduction,
+        factor: object = None,
     ) -> None:
-        """Combine `inputs[r]` of all ranks into the output of rank r; for each of `calls`, which travel as one."""
+        """Combine `inputs[r]` of all ranks into the output of rank r; for each of `calls`, as one."""
         copies: Copies = []
         if len(calls) == 1:
             output, parts = laid_out(calls[0][0], copies), [laid_out(part, []) for part in calls[0][1]]
         else:
             output = torch.cat([output.detach().reshape(-1) for output, _ in calls])
             parts = [
-                torch.cat([inputs[place].detach().reshape(-1) for _, inputs in calls]) for place in range(self.size)
+                torch.cat([inputs[place].detach().reshape(-1) for _, inputs in calls])
+                for place in range(self.size)
             ]
             pieces = output.split([each.numel() for each, _ in calls])
-            copies = [(piece.view(each.shape), each.detach()) for piece, (each, _) in zip(pieces, calls, strict=True)]
+            copies = [
+                (piece.view(each.shape), each.detach())
+                for piece, (each, _) in zip(pieces, calls, strict=True)
+            ]
         if factor is not None:
             parts = [part * factor for part in parts]
         with self.core.collective(wire) as fence:
@@ -163,7 +182,7 @@ class Collectives:
     def all_to_all(
         self, head: bytes, inputs: Sequence[Tensor], outputs: Sequence[Tensor], copies: Copies | None = None
     ) -> None:
-        """Copy `inputs[j]` of rank i into `outputs[i]` of rank j; sizes are compared before anything moves."""
+        """Copy `inputs[j]` of rank i into `outputs[i]` of rank j; sizes are compared first."""
         copies = [] if copies is None else copies
         given = [laid_out(part, []) for part in inputs]
         wanted = [laid_out(part, copies) for part in outputs]
@@ -181,7 +200,7 @@ class Collectives:
         if all(table[i][j] == table[j][n + i] for i in range(n) for j in range(n)):
             return
         calls = {
-            rank: f"all_to_all(sends {list(row[:n])}, expects {list(row[n:])} elements to and from ranks 0 to {n - 1})"
+            rank: f"all_to_all(sends {list(row[:n])}, expects {list(row[n:])} elements, by rank)"
             for rank, row in enumerate(table)
         }
         calls[self.rank] += f" at {call_site.here()}"

@@ -61,21 +61,26 @@ def transport_for(core: Group, store: dist.Store, kind: str = AUTO) -> Transport
     said = [json.loads(answer) for answer in core.exchange(json.dumps([kind, can_share]).encode())]
     if any(other != kind for other, _ in said):
         raise RankMismatchError(
-            {rank: f"making a group with transport={other!r}" for rank, (other, _) in enumerate(said)}, core.rank,
+            {rank: f"making a group with transport={other!r}" for rank, (other, _) in enumerate(said)},
+            core.rank,
             "Every rank must ask for the same transport.",
-        )  # fmt: skip
+        )
     everywhere = all(can for _, can in said)
     if kind == SHARED_MEMORY and not everywhere:
-        raise MisuseError("transport='shared memory' for ranks on several hosts", "transport='auto'", core.rank)
+        raise MisuseError(
+            "transport='shared memory' for ranks on several hosts", "transport='auto'", core.rank
+        )
     if kind in (AUTO, SHARED_MEMORY) and everywhere:
         return SharedMemory(core.rank, core.size, core.arena(arena_bytes(core.size)))
     if kind == RING:
         return Ring(core.rank, core.size, Messages(core, RING_CHANNEL))
     if kind == AUTO and core.rank == 0:
-        _say_once("CPU tensors travel over gloo: not all ranks of %s are on one host and share memory", core.name)
+        _say_once(
+            "CPU tensors travel over gloo: not all ranks of %s are on one host and share memory", core.name
+        )
     timeout = timedelta(seconds=core.timeout)
     store = dist.PrefixStore("gloo", store)
-    return Backend(inner_group("gloo", store, core.rank, core.size, timeout, core.members), "gloo")
+    return Backend(inner_group("gloo", store, core.rank, core.size, timeout, core.members, core.address), "gloo")
 
 
 _said: set[str] = set()

@@ -24,6 +24,7 @@ from phalanx.errors import CollectiveTimeoutError, InternalError, MisuseError, R
 from phalanx.group import call_site, dtypes, rank_zero_block, ticket
 from phalanx.group.links import COMMIT, DESCRIBE, HEADER, TICKET, Link, Switchboard
 from phalanx.group.ticket import SIGNATURE, Operation
+from phalanx.launch.environment import LOOPBACK
 from phalanx.transport.protocol import Transport
 from phalanx.transport.reductions import Reduction
 
@@ -73,6 +74,14 @@ class Group:
         """What this rank is doing in this group right now, and where in the user's code."""
         what = ticket.describe(self._doing, dtypes.NAMES, _REDUCTIONS) if self._doing else "no call"
         return f"{what} at {call_site.here()}"
+
+    @property
+    def address(self) -> str:
+        """The address of this host at which ranks of the group on other hosts reach it."""
+        for link in self.links:
+            if not link.same_host:
+                return str(link.sock.getsockname()[0])
+        return LOOPBACK
 
     # -- agree ---------------------------------------------------------------------------------------
 

@@ -47,15 +47,13 @@ class Link:
     """The connection to one other rank. `peer` is its rank in the world that the links span."""
 
     def __init__(self, peer: int, sock: socket.socket, side: socket.socket, same_host: bool, about: str) -> None:
-        self.peer, self.same_host, self.about = peer, same_host, about
-        self.sock, self.side = sock, side
+        self.peer, self.sock, self.side, self.same_host, self.about = peer, sock, side, same_host, about
         self.boxes: defaultdict[int, deque[Frame]] = defaultdict(deque)
         self.lost: str | None = None  # why the connection ended without a word
         self.failed: dict[str, Any] | None = None  # what the peer's FAILED frame said
         self.left = False  # the peer said LEAVING
         self.descriptors: dict[bytes, int] = {}
-        self.side_lock = threading.Lock()
-        self._reading, self.sending = threading.Lock(), threading.Lock()
+        self.side_lock, self._reading, self.sending = threading.Lock(), threading.Lock(), threading.Lock()
         self._rest = b""  # the beginning of a frame whose header is not complete yet
         self._pieces: list[bytes] = []  # a frame whose payload is not complete yet
         self._missing = 0
@@ -278,8 +276,10 @@ class Switchboard:
 
     def wait_writable(self, sock: socket.socket) -> None:
         """Block until `sock` takes more bytes, reading from every link meanwhile."""
-        readers = [link.sock for link in self.links.values() if not link.lost]
-        select.select(readers, [sock], [], 1.0)
+        poll = select.poll()
+        for each in {sock, *(link.sock for link in self.links.values() if not link.lost)}:
+            poll.register(each, select.POLLIN | (select.POLLOUT if each is sock else 0))
+        poll.poll(1000)
         self.pump_all()
 
     # -- faults ----------------------------------------------------------------------------------

@@ -32,7 +32,10 @@ from phalanx.group.group import Group
 from phalanx.group.links import HEADER, PAYLOAD, Frame, Link
 from phalanx.group.works import DoneWork, PendingWork, Worker, seconds_of
 
-USER_CHANNEL, RING_CHANNEL = 1 << 62, 1 << 61  # bits in which a channel differs from that of the group's tickets
+USER_CHANNEL, RING_CHANNEL = (
+    1 << 62,
+    1 << 61,
+)  # bits in which a channel differs from that of the group's tickets
 _FRAME_BYTES = 1 << 20
 _SENT_BY_CALLER = 64 << 10
 _TRAILER = struct.Struct("<BQ")  # dtype, elements
@@ -102,7 +105,9 @@ class Messages:
         link = self._links[place]
         link.send(HEADER.pack(len(payload), PAYLOAD, self._channel, sequence) + payload, self._core.board)
         if link.lost:
-            self._core.board.wait(link, (), [link], 0.0, f"send(dst={place}, tag={sequence >> 1}) at {call_site.here()}")
+            self._core.board.wait(
+                link, (), [link], 0.0, f"send(dst={place}, tag={sequence >> 1}) at {call_site.here()}"
+            )
 
     # -- receiving -----------------------------------------------------------------------------------
 
@@ -188,7 +193,9 @@ class _More:
 class Receive(Work):
     """A posted receive."""
 
-    def __init__(self, messages: Messages, tensor: Tensor, places: Sequence[int], tag: int, rank: int) -> None:
+    def __init__(
+        self, messages: Messages, tensor: Tensor, places: Sequence[int], tag: int, rank: int
+    ) -> None:
         super().__init__()
         self.places, self.tag, self.bound = tuple(places), tag, None
         self.bound: int | None = None
@@ -211,10 +218,12 @@ class Receive(Work):
         if code != dtypes.CODES.get(tensor.dtype) or count != tensor.numel():
             calls = {
                 place: f"send({count} x {dtypes.NAMES.get(code, code)}, dst={self._rank}, tag={self.tag})",
-                self._rank: f"recv({tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}, src={place}, "
-                f"tag={self.tag}) at {self._site}",
+                self._rank: f"recv({tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}, "
+                f"src={place}, tag={self.tag}) at {self._site}",
             }
-            hint = "The receiver must pass a tensor of the dtype and number of elements that the sender sends."
+            hint = (
+                "The receiver must pass a tensor of the dtype and number of elements that the sender sends."
+            )
             self._error = RankMismatchError(calls, self._rank, hint)
         else:
             copies: Copies = []
@@ -264,7 +273,9 @@ class Receive(Work):
         """Return a future of the tensor; a thread waits for it."""
         if self._future is None:
             self._future = Future()
-            threading.Thread(target=self._complete, args=(self._future,), name="phalanx recv", daemon=True).start()
+            threading.Thread(
+                target=self._complete, args=(self._future,), name="phalanx recv", daemon=True
+            ).start()
         return self._future
 
     def _complete(self, future: Future) -> None:
@@ -284,5 +295,7 @@ class Receive(Work):
 def checked_tag(tag: int) -> int:
     """Refuse a tag that cannot be sent."""
     if not 0 <= tag < 1 << 32:
-        raise MisuseError(f"send or recv with tag={tag}: Tag must be nonnegative", "a tag from 0 to 2**32 - 1")
+        raise MisuseError(
+            f"send or recv with tag={tag}: Tag must be nonnegative", "a tag from 0 to 2**32 - 1"
+        )
     return tag

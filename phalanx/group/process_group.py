@@ -1,4 +1,4 @@
-"""The c10d adapter: `torch.distributed.init_process_group("phalanx")` and every collective that goes through it.
+"""The c10d adapter: `torch.distributed.init_process_group("phalanx")` and every collective through it.
 
 Each method checks its arguments, writes the ticket of the call and hands both to the collectives of the
 group: at once in the calling thread, or for an asynchronous call to the group's worker. A collective that
@@ -6,7 +6,8 @@ is called while asynchronous ones are pending waits for them, so that ranks agre
 tensors go through NCCL after the exchange of tickets.
 
 Methods have the names that torch.distributed calls, the older ones included; the overloads that take single
-tensors and an op are understood too. What is no collective is in adapter.py.
+tensors and an op are understood too. The collectives that combine are in reducing.py, what is no collective
+in adapter.py.
 """
 
 from __future__ import annotations
@@ -18,181 +19,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllToAllOptions,
-)
-from torch.distributed import (
-    AllreduceOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-    Work,
-)
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+from torch.distributed import BarrierOptions, BroadcastOptions, GatherOptions, ScatterOptions, Work
 
 from phalanx.errors import CollectiveTimeoutError
-from phalanx.group import arguments, autoload, inline
-from phalanx.group.adapter import Adapter, Nccl, beside, made_by
+from phalanx.group import arguments, autoload
+from phalanx.group.adapter import Nccl, beside, made_by
 from phalanx.group.arguments import ArgumentError, code
 from phalanx.group.collectives import Copies
-from phalanx.group.dtypes import CODES
-from phalanx.group.overloads import REDUCTIONS, options, reduction_of
+from phalanx.group.overloads import options
+from phalanx.group.reducing import Reducing
 from phalanx.group.ticket import Operation, plain
-from phalanx.group.works import DoneWork
-from phalanx.transport.reductions import Reduction, check
-
-_ALL_REDUCE = int(Operation.ALL_REDUCE)
-_PREMUL_SUM = Reduction.PREMUL_SUM
-_UNSET = AllreduceOptions().timeout
 
 
-class PhalanxProcessGroup(Adapter):
+class PhalanxProcessGroup(Reducing):
     """A process group of torch.distributed whose collectives are agreed on before data moves."""
-
-    # -- reductions ----------------------------------------------------------------------------------
-
-    def allreduce(
-        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
-    ) -> Work:
-        """Combine a tensor of all ranks, in place."""
-        if (
-            type(opts) is AllreduceOptions
-            and len(tensors) == 1
-            and not (self._worker.pending or self._coalesced is not None or self._ends.closed or self.board.closed)
-            and not opts.asyncOp
-            and opts.timeout == _UNSET
-        ):
-            # The fast path: one plain CPU tensor, at once. What it does not know falls through. Every call
-            # into torch counts here: after a system call each costs several times what it does in a loop.
-            tensor, reduction = tensors[0], REDUCTIONS.get(hash(opts.reduceOp), _PREMUL_SUM)
-            done = inline.reduce(self.core, tensor, reduction)
-            if not done and (
-                (tensor.dtype, reduction) in self._checked
-                and tensor.layout is torch.strided
-                and tensor.is_cpu
-                and not tensor.requires_grad
-                and tensor.is_contiguous()
-                and not (tensor.is_neg() or tensor.is_conj())
-                and not inline.suits(tensor.dtype, tensor.numel(), reduction)
-            ):
-                wire = plain(_ALL_REDUCE, reduction, CODES[tensor.dtype], tensor.numel(), -1)
-                with self.core.collective(wire) as fence:
-                    self.transport.reduce(tensor, reduction, -1, fence)
-                done = True
-            if done:
-                self._count += 1
-                work = DoneWork()
-                work.tensors = tensors
-                return work
-        return self._all_reduce(tensors, options(AllreduceOptions, opts, timeout, reduceOp=op))
-
-    def _all_reduce(self, tensors: Any, opts: AllreduceOptions) -> Work:
-        tensor = arguments.single(tensors, "all_reduce")
-        if tensor.layout is not torch.strided:
-            return self._all_reduce_sparse(tensor, opts)
-        reduction, factor = self._reduction(opts.reduceOp, tensor)
-        wire = plain(_ALL_REDUCE, reduction, code(tensor, "all_reduce"), tensor.numel(), -1)
-        nccl = ("allreduce", [tensor], opts)
-        return self._launch(opts, [tensor], tensor, wire, nccl, self.collectives.reduce, tensor, reduction, -1, factor)
-
-    def _all_reduce_sparse(self, tensor: Tensor, opts: AllreduceOptions) -> Work:
-        reduction, _ = reduction_of(opts.reduceOp)
-        if tensor.layout is not torch.sparse_coo or reduction is not Reduction.SUM:
-            raise ArgumentError(
-                "unsupported layout or unsupported reduction operation (all_reduce of sparse tensors only works with "
-                f"ReduceOp.SUM and the COO layout), got {tensor.layout} and {reduction.name}"
-            )
-        tag = 1 + tensor.sparse_dim()
-        wire = plain(
-            Operation.ALL_REDUCE_SPARSE, reduction, code(tensor, "all_reduce"), tensor.shape.numel(), -1, tag
-        )
-        nccl = ("allreduce", [tensor], opts)
-        return self._launch(opts, [tensor], tensor, wire, nccl, self.collectives.reduce_sparse, tensor)
-
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """Combine several tensors of all ranks, in place, as one."""
-        opts = options(AllreduceCoalescedOptions, opts)
-        arguments.non_empty(tensors, "allreduce_coalesced")
-        arguments.one_type(tensors, "allreduce_coalesced")
-        reduction, factor = self._reduction(opts.reduceOp, tensors[0])
-        count = sum(tensor.numel() for tensor in tensors)
-        wire = plain(_ALL_REDUCE, reduction, code(tensors[0], "all_reduce"), count, -1, len(tensors))
-        nccl = ("allreduce_coalesced", tensors, opts)
-        return self._launch(
-            opts, tensors, tensors[0], wire, nccl, self.collectives.reduce_many, tensors, reduction, factor
-        )
-
-    def reduce(
-        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, *, root: Any = None
-    ) -> Work:
-        """Combine a tensor of all ranks into that of the root."""
-        opts = options(ReduceOptions, opts, timeout, reduceOp=op, rootRank=root)
-        tensor = arguments.dense(arguments.single(tensors, "reduce"), "reduce")
-        root = arguments.root_rank(opts.rootRank, self.core.size, "reduce")
-        reduction, factor = self._reduction(opts.reduceOp, tensor)
-        wire = plain(Operation.REDUCE, reduction, code(tensor, "reduce"), tensor.numel(), root)
-        nccl = ("reduce", [tensor], opts)
-        return self._launch(opts, [tensor], tensor, wire, nccl, self.collectives.reduce, tensor, reduction, root, factor)
-
-    def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
-    ) -> Work:
-        """Combine the r-th input of all ranks into the output of rank r."""
-        opts = options(ReduceScatterOptions, opts, timeout, reduceOp=op)
-        output = arguments.dense(arguments.single(outputs, "reduce_scatter"), "reduce_scatter")
-        parts = arguments.per_rank(inputs, self.core.size, "reduce_scatter", "input")
-        arguments.alike(parts, output, "reduce_scatter")
-        nccl = ("reduce_scatter", [output], [list(parts)], opts)
-        return self._reduce_scatter([(output, parts)], opts, nccl)
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """As reduce_scatter, with the inputs in one tensor."""
-        opts = options(ReduceScatterOptions, opts)
-        nccl = ("_reduce_scatter_base", output, input, opts)
-        return self._reduce_scatter([self._scattered(output, input)], opts, nccl)
-
-    _reduce_scatter_base = reduce_scatter_single
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
-        """Several reduce_scatter_single as one call."""
-        opts = options(ReduceScatterOptions, opts)
-        self._same_lengths(outputs, inputs, "reduce_scatter_tensor_coalesced")
-        arguments.one_type(outputs, "reduce_scatter_tensor_coalesced")
-        nccl = ("reduce_scatter_tensor_coalesced", list(outputs), list(inputs), opts)
-        return self._reduce_scatter([self._scattered(*pair) for pair in zip(outputs, inputs, strict=True)], opts, nccl)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def _scattered(self, output: Tensor, whole: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        arguments.stacked(whole, output, self.core.size, "reduce_scatter_tensor", ("input", "output"))
-        return output, whole.detach().reshape(self.core.size, output.numel()).unbind(0)
-
-    def _reduce_scatter(self, calls: Sequence[tuple[Tensor, Sequence[Tensor]]], opts: Any, nccl: Nccl) -> Work:
-        outputs = [output for output, _ in calls]
-        reduction, factor = self._reduction(opts.reduceOp, outputs[0])
-        wire = plain(
-            Operation.REDUCE_SCATTER, reduction, code(outputs[0], "reduce_scatter"),
-            sum(output.numel() for output in outputs), -1, len(calls) - 1,
-        )  # fmt: skip
-        return self._launch(opts, outputs, outputs[0], wire, nccl, self.collectives.reduce_scatter, calls, reduction, factor)
-
-    def _reduction(self, op: Any, tensor: Tensor) -> tuple[Reduction, Any]:
-        reduction, factor = reduction_of(op)
-        if (tensor.dtype, reduction) not in self._checked:
-            check(tensor.dtype, reduction)
-            if tensor.dtype in CODES:
-                self._checked.add((tensor.dtype, reduction))
-        return reduction, factor
 
     # -- copies --------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None) -> Work:
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None
+    ) -> Work:
         """Copy a tensor of the root to all ranks."""
         opts = options(BroadcastOptions, opts, timeout, rootRank=root)
         tensor = arguments.dense(arguments.single(tensors, "broadcast"), "broadcast")
@@ -223,7 +70,7 @@ class PhalanxProcessGroup(Adapter):
     ) -> Work:
         """Several all_gather_single as one call."""
         opts = options(AllgatherOptions, opts)
-        self._same_lengths(outputs, inputs, "allgather_into_tensor_coalesced")
+        arguments.same_lengths(outputs, inputs, "allgather_into_tensor_coalesced")
         nccl = ("allgather_into_tensor_coalesced", list(outputs), list(inputs), opts)
         return self._stacked(list(zip(outputs, inputs, strict=True)), opts, nccl)
 
@@ -251,14 +98,20 @@ class PhalanxProcessGroup(Adapter):
         calls = []
         for place, tensor in enumerate(inputs):
             if any(len(row) != len(inputs) for row in outputs):
-                raise ArgumentError("allgather_coalesced: invalid output size: one tensor for each input tensor")
+                raise ArgumentError(
+                    "allgather_coalesced: invalid output size: one tensor for each input tensor"
+                )
             arguments.alike([row[place] for row in outputs], tensor, "allgather_coalesced")
             calls.append(([row[place] for row in outputs], tensor))
         nccl = ("allgather_coalesced", outputs, inputs, opts)
         return self._all_gather(calls, [tensor for row in outputs for tensor in row], opts, nccl)
 
     def _all_gather(
-        self, calls: Sequence[tuple[Sequence[Tensor], Tensor]], result: Sequence[Tensor], opts: Any, nccl: Nccl,
+        self,
+        calls: Sequence[tuple[Sequence[Tensor], Tensor]],
+        result: Sequence[Tensor],
+        opts: Any,
+        nccl: Nccl,
         copies: Copies | None = None,
     ) -> Work:
         first = calls[0][1]
@@ -267,7 +120,13 @@ class PhalanxProcessGroup(Adapter):
         return self._launch(opts, result, first, wire, nccl, self.collectives.all_gather, calls, copies)
 
     def gather(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: Any = None,
     ) -> Work:
         """Copy every rank's tensor into a list of tensors on the root."""
         opts = options(GatherOptions, opts, timeout, rootRank=root)
@@ -284,7 +143,13 @@ class PhalanxProcessGroup(Adapter):
         return self._launch(opts, wanted, tensor, wire, nccl, self.collectives.gather, wanted, tensor, root)
 
     def scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: Any = None,
     ) -> Work:
         """Copy the r-th tensor of a list on the root into the tensor of rank r."""
         opts = options(ScatterOptions, opts, timeout, rootRank=root)
@@ -305,15 +170,21 @@ class PhalanxProcessGroup(Adapter):
         opts = options(AllToAllOptions, opts)
         for tensors, which in ((inputs, "input"), (outputs, "output")):
             if len(tensors) != self.core.size:
-                raise ArgumentError(f"all_to_all: {which} tensor list size should be {self.core.size}, got {len(tensors)}")
+                raise ArgumentError(
+                    f"all_to_all: {which} tensor list size should be {self.core.size}, got {len(tensors)}"
+                )
         arguments.one_type([*inputs, *outputs], "all_to_all")
         nccl = ("alltoall", list(outputs), list(inputs), opts)
         return self._all_to_all(inputs, outputs, outputs, opts, nccl)
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int],
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
         opts: Any = None,
-    ) -> Work:  # fmt: skip
+    ) -> Work:
         """As alltoall, with inputs and outputs in one tensor each."""
         opts = options(AllToAllOptions, opts)
         arguments.one_type([output, input], "all_to_all_single")
@@ -332,16 +203,18 @@ class PhalanxProcessGroup(Adapter):
     alltoall_base = all_to_all_single
 
     def _all_to_all(
-        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Sequence[Tensor], opts: Any, nccl: Nccl,
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        result: Sequence[Tensor],
+        opts: Any,
+        nccl: Nccl,
         copies: Copies | None = None,
     ) -> Work:
         head = plain(Operation.ALL_TO_ALL, 0, code(inputs[0], "all_to_all"), 0, -1)
-        return self._launch(opts, result, inputs[0], head, nccl, self.collectives.all_to_all, inputs, outputs, copies)
-
-    def _same_lengths(self, outputs: Sequence[Any], inputs: Sequence[Any], call: str) -> None:
-        arguments.non_empty(inputs, call)
-        if len(outputs) != len(inputs):
-            raise ArgumentError(f"{call}: requires input/output tensor lists to have the same length")
+        return self._launch(
+            opts, result, inputs[0], head, nccl, self.collectives.all_to_all, inputs, outputs, copies
+        )
 
     # -- barriers -----------------------------------------------------------------------
 
@@ -355,7 +228,7 @@ class PhalanxProcessGroup(Adapter):
         return self._launch(opts, [], None, wire, (), self.collectives.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """As barrier; after `timeout` names the first rank that has not come, or with `wait_all_ranks` all of them."""
+        """As barrier; after `timeout` names the first rank that has not come, all with `wait_all_ranks`."""
         opts = options(BarrierOptions, timeout)
         opts.asyncOp = False
         wire = plain(Operation.MONITORED_BARRIER, 0, 0, 0, -1)

@@ -213,7 +213,11 @@ class _Meeting:
             self._accept(0.5)
 
     def _accept(self, seconds: float) -> None:
-        for listener in select.select(self.listeners, [], [], seconds)[0]:
+        poll = select.poll()  # select() takes no descriptor above 1023
+        for listener in self.listeners:
+            poll.register(listener, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
+        for listener in [each for each in self.listeners if each.fileno() in ready]:
             sock, _ = listener.accept()
             sock.settimeout(5.0)
             try:

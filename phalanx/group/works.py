@@ -26,7 +26,7 @@ _STOP_SECONDS = 2.0
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
-    """A timeout of torch.distributed in seconds; None where none was given (torch says that as 0 or -1 ms)."""
+    """A timeout of torch.distributed in seconds; None where none was given (torch says 0 or -1 ms)."""
     if timeout is None or timeout <= timedelta(0):
         return None
     return timeout.total_seconds()
@@ -109,7 +109,9 @@ class PendingWork(Work):
         if not self._finished:
             seconds = seconds_of(timeout)
             if not self._gate.acquire(timeout=-1 if seconds is None else seconds):
-                raise CollectiveTimeoutError(f"wait({seconds:g} s) for {self._call}", [self._rank], self._rank, seconds or 0)
+                raise CollectiveTimeoutError(
+                    f"wait({seconds:g} s) for {self._call}", [self._rank], self._rank, seconds or 0
+                )
             self._gate.release()
         if self._error is not None:
             raise self._error
@@ -134,7 +136,9 @@ class PendingWork(Work):
     def result(self) -> Sequence[Any]:
         """Return the outputs of a work that is done."""
         if not self._finished:
-            raise RuntimeError("Work needs to be completed before calling result(). Should call wait() before result().")
+            raise RuntimeError(
+                "Work needs to be completed before calling result(). Should call wait() before result()."
+            )
         return self.tensors
 
     def get_future(self) -> Future:
@@ -249,7 +253,6 @@ class Worker:
             thread.join(_STOP_SECONDS)
 
     def _loop(self) -> None:
-        torch.set_grad_enabled(False)  # of this thread: what a collective writes is no step of a graph
         while True:
             with self._changed:
                 while not self._jobs and not self._stopped:

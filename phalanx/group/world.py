@@ -22,6 +22,7 @@ from itertools import count
 import torch.distributed as dist
 
 from phalanx.errors import CollectiveTimeoutError, MisuseError
+from phalanx.group import autoload
 from phalanx.launch.environment import LOOPBACK, Launcher, Place
 
 _MEET_SECONDS = 300.0  # how long ranks wait for rank 0's store where the user set no timeout
@@ -51,7 +52,9 @@ def init(backend: str = "phalanx", timeout: float | timedelta | None = None) -> 
     else:
         store = _store(place, limit.total_seconds() if limit else _MEET_SECONDS, os.getpid())
         store = dist.PrefixStore(f"phalanx/{place.restart_count}/{next(_generations)}", store)
+    autoload.register()  # where Phalanx is not installed but on the path, torch has not done it
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
+    store.set_timeout(limit or dist.default_pg_timeout)
     atexit.register(_shutdown_of, os.getpid())
 
 

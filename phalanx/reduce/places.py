@@ -138,6 +138,9 @@ class Places:
                     if view is not None:
                         view.zero_()
             elif view is not None and at != self._pointers[index]:
+                if gradient is view:  # p.grad.data has been replaced
+                    region, start = self.plan.places[index]
+                    view = self.views[index] = self.memory.view(region, start, self._params[index])
                 with torch.no_grad():
                     view.copy_(gradient if gradient.layout is torch.strided else gradient.to_dense())
                 foreign.append(index)

@@ -35,7 +35,11 @@ class Alone:
         _copy(mine, outputs[0])
 
     def route(
-        self, parts: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None], largest: int, fence: Fence
+        self,
+        parts: Sequence[torch.Tensor | None],
+        outputs: Sequence[torch.Tensor | None],
+        largest: int,
+        fence: Fence,
     ) -> None:
         """See Transport.route."""
         fence()

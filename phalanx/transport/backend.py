@@ -90,7 +90,11 @@ class Backend:
         self._finish(self._group.broadcast([_bytes(tensor)], options), fence)  # type: ignore[arg-type]
 
     def route(
-        self, parts: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None], largest: int, fence: Fence
+        self,
+        parts: Sequence[torch.Tensor | None],
+        outputs: Sequence[torch.Tensor | None],
+        largest: int,
+        fence: Fence,
     ) -> None:
         """See Transport.route."""
         fence()
@@ -118,7 +122,7 @@ class Backend:
         self._group.shutdown()
 
     def _combined(self, flat: torch.Tensor, reduction: Reduction, root: int, fence: Fence) -> torch.Tensor:
-        """The combination of `flat` of all ranks, in memory of its own; only `root` may read it, if there is one."""
+        """The combination of `flat` of all ranks, in memory of its own; only a root may read it."""
         if not flat.numel():
             return flat.clone()
         if flat.dtype is torch.bool:
@@ -126,13 +130,19 @@ class Backend:
             self._reduce_here(total, _OPS_ON_BOOL[reduction], root, fence)
             return (total & 1).to(torch.bool)
         wide = wide_dtype(flat.dtype)
-        if reduction not in _OPS or (flat.dtype.is_complex and reduction not in _SUMS) or flat.dtype is torch.uint64:
+        if (
+            reduction not in _OPS
+            or (flat.dtype.is_complex and reduction not in _SUMS)
+            or flat.dtype is torch.uint64
+        ):
             parts = [part.view(flat.dtype) for part in self._gathered(_bytes(flat), fence)]
             out = torch.empty_like(flat)
             combine(parts, out, reduction)
             return out
         total = flat.to(wide, copy=True)
-        self._reduce_here(torch.view_as_real(total) if wide.is_complex else total, _OPS[reduction], root, fence)
+        self._reduce_here(
+            torch.view_as_real(total) if wide.is_complex else total, _OPS[reduction], root, fence
+        )
         if reduction is not Reduction.AVG:
             return total.to(flat.dtype)
         if wide.is_floating_point or wide.is_complex:
@@ -198,7 +208,9 @@ class BackendGradients:
     ) -> None:
         self._rank = group.core.rank
         self._transport = group.transport_for(torch.device(device))
-        self.own: list[torch.Tensor] = [torch.zeros(count, dtype=dtype, device=device) for dtype, count in layout]
+        self.own: list[torch.Tensor] = [
+            torch.zeros(count, dtype=dtype, device=device) for dtype, count in layout
+        ]
 
     def reduce(self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Fence) -> None:
         """Replace `spans` (region, start, stop) of every rank by sum(scale[r] x region of r).

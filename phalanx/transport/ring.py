@@ -102,9 +102,13 @@ class Ring:
                 self._endpoint.send(self._right, block, tag).wait()
 
     def route(
-        self, parts: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None], largest: int, fence: Fence
+        self,
+        parts: Sequence[torch.Tensor | None],
+        outputs: Sequence[torch.Tensor | None],
+        largest: int,
+        fence: Fence,
     ) -> None:
-        """See Transport.route: straight from rank to rank, first the next, then the one after it, and so on."""
+        """See Transport.route: straight from rank to rank, first the next, then the one after, and so on."""
         mine, own = parts[self._rank], outputs[self._rank]
         if mine is not None and own is not None:
             _bytes(own).copy_(_bytes(mine))
@@ -123,7 +127,7 @@ class Ring:
         self._endpoint.close()
 
     def _added_up(self, parts: Sequence[torch.Tensor], reduction: Reduction, tag: int) -> torch.Tensor:
-        """First round: send what has been added up so far to the right; end with this rank's part of all ranks."""
+        """First round: send on what has been added up so far; end with this rank's part, of all ranks."""
         dtype = parts[0].dtype
         wide = dtype if dtype is torch.bool or not dtype.is_floating_point else wide_dtype(dtype)
         step = Reduction.SUM if reduction is Reduction.AVG else reduction
@@ -137,7 +141,11 @@ class Ring:
             combine([received, part], received, step)
             total = received
         if reduction is Reduction.AVG:
-            total = total / self._size if wide.is_floating_point or wide.is_complex else _quotient(total, self._size)
+            total = (
+                total / self._size
+                if wide.is_floating_point or wide.is_complex
+                else _quotient(total, self._size)
+            )
         return total
 
     def _spread(self, blocks: Sequence[torch.Tensor], tag: int) -> None:

@@ -127,7 +127,9 @@ def test_ranks_that_disagree_are_all_told_at_once_and_can_go_on(size: int) -> No
         for name, took, text, right_after in told:
             assert took < 2 and right_after, (name, took)
             assert all(call in text for call in _DISAGREEMENTS[name][2]), text
-            assert f"[rank {rank}]" in text and (name == "splits" or text.count("test_collectives.py:") == 2), text
+            assert f"[rank {rank}]" in text and (
+                name == "splits" or text.count("test_collectives.py:") == 2
+            ), text
 
 
 def test_a_message_that_does_not_fit_is_the_receivers_error() -> None:
@@ -199,7 +201,9 @@ def test_a_rank_that_dies_is_named(how: str) -> None:
         return time.monotonic() - began
 
     outcomes = processes(3, program, raises=False)
-    assert [outcome.ending for outcome in outcomes] == [Ending.RETURNED, Ending.EXITED, Ending.RETURNED], outcomes
+    assert [outcome.ending for outcome in outcomes] == [Ending.RETURNED, Ending.EXITED, Ending.RETURNED], (
+        outcomes
+    )
     assert outcomes[0].value < 1.5 and outcomes[2].value < 1.5
 
 
@@ -211,7 +215,12 @@ def test_groups_come_and_go_and_leave_nothing(tmp_path: Path) -> None:
 
     def program(rank: int) -> list[tuple[int, int]]:
         held = []
-        for method in ("env://", "env://", f"file://{path}", "env://"):  # the launcher's store outlives the groups
+        for method in (
+            "env://",
+            "env://",
+            f"file://{path}",
+            "env://",
+        ):  # the launcher's store outlives the groups
             dist.init_process_group("phalanx", init_method=method, rank=rank, world_size=2)
             group = dist.new_group([0, 1])
             dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
@@ -258,7 +267,12 @@ def test_a_forked_child_is_told_that_it_is_no_rank() -> None:
 def test_a_world_of_one_has_every_call() -> None:
     def program(rank: int) -> None:
         assert dist.group.WORLD.core.links == []
-        for part in (programs.every_copy, programs.every_sum, programs.every_reduction, programs.asynchronous):
+        for part in (
+            programs.every_copy,
+            programs.every_sum,
+            programs.every_reduction,
+            programs.asynchronous,
+        ):
             part(rank)
 
     processes(1, program)
@@ -326,26 +340,37 @@ def test_the_backend_is_registered_beside_the_others_and_not_instead() -> None:
 
 # -- bad input -----------------------------------------------------------------------------------------
 
+
+def _ones(count: int) -> torch.Tensor:
+    return torch.ones(count)
+
+
 _REFUSED: list[tuple[Callable[[PhalanxProcessGroup], object], str]] = [
-    (lambda g: g.broadcast([torch.ones(1)], 5), "invalid root rank: 5"),
-    (lambda g: g.broadcast([torch.ones(1), torch.ones(1)], 0), "requires a single-element tensor list"),
-    (lambda g: g.broadcast([torch.ones(2).to_sparse()], 0), "only supports dense tensors"),
-    (lambda g: g.allgather([[torch.ones(1)]], [torch.ones(1)]), "invalid output tensor list at index 0"),
-    (lambda g: g.allgather([[torch.ones(2), torch.ones(1)]], [torch.ones(1)]), "invalid tensor size at index 0"),
-    (lambda g: g.allgather([[torch.ones(1), torch.ones(1).int()]], [torch.ones(1)]), "invalid tensor type at index 1"),
-    (lambda g: g.gather([[torch.ones(1)]], [torch.ones(1)], 0), "Incorrect output list size 1"),
-    (lambda g: g.gather([[torch.ones(1)]], [torch.ones(1)], 1), "requires empty output on non-root"),
-    (lambda g: g.scatter([torch.ones(1)], [[torch.ones(1)]], 0), "Incorrect input list size 1"),
+    (lambda g: g.broadcast([_ones(1)], 5), "invalid root rank: 5"),
+    (lambda g: g.broadcast([_ones(1), _ones(1)], 0), "requires a single-element tensor list"),
+    (lambda g: g.broadcast([_ones(2).to_sparse()], 0), "only supports dense tensors"),
+    (lambda g: g.allgather([[_ones(1)]], [_ones(1)]), "invalid output tensor list at index 0"),
+    (lambda g: g.allgather([[_ones(2), _ones(1)]], [_ones(1)]), "invalid tensor size at index 0"),
+    (lambda g: g.allgather([[_ones(1), _ones(1).int()]], [_ones(1)]), "invalid tensor type at index 1"),
+    (lambda g: g.gather([[_ones(1)]], [_ones(1)], 0), "Incorrect output list size 1"),
+    (lambda g: g.gather([[_ones(1)]], [_ones(1)], 1), "requires empty output on non-root"),
+    (lambda g: g.scatter([_ones(1)], [[_ones(1)]], 0), "Incorrect input list size 1"),
     (lambda g: g.allreduce_coalesced([]), "requires non-empty tensor list"),
-    (lambda g: g.allreduce_coalesced([torch.ones(1), torch.ones(1).int()]), "tensors must all have the same type"),
-    (lambda g: g.all_gather_single(torch.ones(3), torch.ones(1)), "output tensor size must be equal to world_size times"),
-    (lambda g: g.reduce_scatter_single(torch.ones(3), torch.ones(1)), "input tensor size must be equal to world_size"),
-    (lambda g: g.all_to_all_single(torch.ones(3), torch.ones(3), [], []), "does not divide equally across group size"),
-    (lambda g: g.all_to_all_single(torch.ones(3), torch.ones(3), [1, 1], [2, 1]), "Split sizes doesn't match total dim 0"),
-    (lambda g: g.send([torch.ones(1)], 1, -3), "Tag must be nonnegative"),
-    (lambda g: g.allreduce([torch.ones(1)], ReduceOp.BAND), "ReduceOp.BAND of float32"),
-    (lambda g: g.allreduce([torch.ones(2).to_sparse()], ReduceOp.MAX), "only works with ReduceOp.SUM"),
-]  # fmt: skip
+    (lambda g: g.allreduce_coalesced([_ones(1), _ones(1).int()]), "tensors must all have the same type"),
+    (
+        lambda g: g.all_gather_single(_ones(3), _ones(1)),
+        "output tensor size must be equal to world_size times",
+    ),
+    (lambda g: g.reduce_scatter_single(_ones(3), _ones(1)), "input tensor size must be equal to world_size"),
+    (lambda g: g.all_to_all_single(_ones(3), _ones(3), [], []), "does not divide equally across group size"),
+    (
+        lambda g: g.all_to_all_single(_ones(3), _ones(3), [1, 1], [2, 1]),
+        "Split sizes doesn't match total dim 0",
+    ),
+    (lambda g: g.send([_ones(1)], 1, -3), "Tag must be nonnegative"),
+    (lambda g: g.allreduce([_ones(1)], ReduceOp.BAND), "ReduceOp.BAND of float32"),
+    (lambda g: g.allreduce([_ones(2).to_sparse()], ReduceOp.MAX), "only works with ReduceOp.SUM"),
+]
 
 
 def test_arguments_that_cannot_be_right_are_refused_before_anything_moves() -> None:

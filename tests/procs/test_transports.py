@@ -40,7 +40,9 @@ def new_group(name: str) -> Group:
 
 def shared_memory(name: str) -> Pair:
     core = new_group(name)
-    return core, SharedMemory(core.rank, core.size, core.arena(arena_bytes(core.size, SLOT_BYTES)), SLOT_BYTES)
+    return core, SharedMemory(
+        core.rank, core.size, core.arena(arena_bytes(core.size, SLOT_BYTES)), SLOT_BYTES
+    )
 
 
 def gloo(name: str) -> Pair:
@@ -65,10 +67,10 @@ each_transport = pytest.mark.parametrize("make", TRANSPORTS, ids=lambda make: ma
 processes = functools.partial(run, over="processes")
 
 
-def call(pair: Pair, move: Callable[[Any], None]) -> None:
+def call(core: Group, move: Callable[..., None], *arguments: Any) -> None:
     """Run one collective; the ticket says nothing, since the kit makes no mistakes."""
-    with pair[0].collective(ticket.plain(Operation.EXCHANGE, 0, 0, 0, -1)) as fence:
-        move(fence)
+    with core.collective(ticket.plain(Operation.EXCHANGE, 0, 0, 0, -1)) as fence:
+        move(*arguments, fence)
 
 
 # -- what they compute ------------------------------------------------------------------------------------
@@ -83,10 +85,10 @@ def reductions(rank: int, make: Callable[[str], Pair]) -> int:
             mine, truth = given[rank], summed(given)
             for root in (-1, size - 1):
                 got = mine.clone()
-                call(pair, lambda fence: transport.reduce(got, Reduction.SUM, root, fence))
+                call(pair[0], transport.reduce, got, Reduction.SUM, root)
                 assert same(got, truth if root in (-1, rank) else mine), (dtype, count, root, got, truth)
             got, inputs = torch.empty_like(mine), [torch.roll(mine, r) for r in range(size)]
-            call(pair, lambda fence: transport.reduce_scatter(got, inputs, Reduction.SUM, fence))
+            call(pair[0], transport.reduce_scatter, got, inputs, Reduction.SUM)
             assert same(got, torch.roll(truth, rank)), (dtype, count, "reduce_scatter")
             compared += 3
     transport.close()
@@ -108,7 +110,12 @@ def every_operation(rank: int, make: Callable[[str], Pair]) -> None:
     }
     for dtype in (torch.int64, torch.int16, torch.float32, torch.bfloat16, torch.bool):
         for reduction, truth in truths.items():
-            if dtype.is_floating_point and reduction in (Reduction.BAND, Reduction.BOR, Reduction.BXOR, Reduction.AVG):
+            if dtype.is_floating_point and reduction in (
+                Reduction.BAND,
+                Reduction.BOR,
+                Reduction.BXOR,
+                Reduction.AVG,
+            ):
                 continue
             if dtype is torch.bool and reduction in (Reduction.AVG, Reduction.PREMUL_SUM):
                 continue
@@ -117,11 +124,13 @@ def every_operation(rank: int, make: Callable[[str], Pair]) -> None:
             if dtype is torch.bool:
                 bits = torch.stack([part % 2 for part in given])
                 low, high = bits.min(0).values.bool(), bits.max(0).values.bool()
-                want = {Reduction.MAX: high, Reduction.BOR: high, Reduction.BXOR: bits.sum(0) % 2 == 1}.get(reduction, low)
-            call(pair, lambda fence: pair[1].reduce(mine, reduction, -1, fence))
+                want = {Reduction.MAX: high, Reduction.BOR: high, Reduction.BXOR: bits.sum(0) % 2 == 1}.get(
+                    reduction, low
+                )
+            call(pair[0], pair[1].reduce, mine, reduction, -1)
             assert same(mine, want), (reduction, dtype, mine, want)
     thirds = torch.full((10,), float(rank + 1))
-    call(pair, lambda fence: pair[1].reduce(thirds, Reduction.AVG, -1, fence))
+    call(pair[0], pair[1].reduce, thirds, Reduction.AVG, -1)
     assert thirds.eq((size + 1) / 2).all()
     pair[1].close()
 
@@ -134,23 +143,30 @@ def copies(rank: int, make: Callable[[str], Pair]) -> None:
             given = [values(r, count, dtype) for r in range(size)]
             bytes_each = count * dtype.itemsize
             outputs: list[Any] = [torch.empty_like(given[0]) for _ in range(size)]
-            call(pair, lambda fence: transport.share(given[rank].clone(), outputs, bytes_each, fence))
+            call(pair[0], transport.share, given[rank].clone(), outputs, bytes_each)
             assert all(map(same, outputs, given)), ("share", dtype, count)
             for root in range(size):
                 got = torch.empty_like(given[0])
                 wanted = [got if r == root and rank != root else None for r in range(size)]
                 mine = given[root].clone() if rank == root else None
-                call(pair, lambda fence: transport.share(mine, wanted, bytes_each, fence))
+                call(pair[0], transport.share, mine, wanted, bytes_each)
                 assert rank == root or same(got, given[root]), ("broadcast", dtype, count)
             # Rank i sends count + i + 2j elements to rank j, and nothing to rank 0 where i is 1.
-            parts = [values(rank, count + rank + 2 * j, dtype) if (rank, j) != (1, 0) else None for j in range(size)]
+            parts = [
+                values(rank, count + rank + 2 * j, dtype) if (rank, j) != (1, 0) else None
+                for j in range(size)
+            ]
             outputs = [torch.empty(count + i + 2 * rank, dtype=dtype) for i in range(size)]
             if rank == 0:
                 outputs[1] = None
             largest = (count + 3 * (size - 1)) * dtype.itemsize
-            call(pair, lambda fence: transport.route(parts, outputs, largest, fence))
+            call(pair[0], transport.route, parts, outputs, largest)
             for i, output in enumerate(outputs):
-                assert output is None or same(output, values(i, count + i + 2 * rank, dtype)), ("route", dtype, count)
+                assert output is None or same(output, values(i, count + i + 2 * rank, dtype)), (
+                    "route",
+                    dtype,
+                    count,
+                )
     transport.close()
 
 
@@ -180,7 +196,7 @@ def test_all_ranks_get_the_same_bits_and_the_same_again(make: Callable) -> None:
         pair, got = make("kit"), []
         for _ in range(2):
             mine = torch.randn(3001, generator=torch.Generator().manual_seed(rank))
-            call(pair, lambda fence: pair[1].reduce(mine, Reduction.SUM, -1, fence))
+            call(pair[0], pair[1].reduce, mine, Reduction.SUM, -1)
             got.append(mine.numpy().tobytes())
         pair[1].close()
         return got
@@ -195,8 +211,8 @@ def test_half_precision_is_rounded_once(make: Callable) -> None:
         pair = make("kit")
         one = torch.tensor([256.0 if rank == 0 else 1.0] * 5, dtype=torch.bfloat16)
         part, parts = one[:2].clone(), [one[:2].clone()] * 4
-        call(pair, lambda fence: pair[1].reduce(one, Reduction.SUM, -1, fence))
-        call(pair, lambda fence: pair[1].reduce_scatter(part, parts, Reduction.SUM, fence))
+        call(pair[0], pair[1].reduce, one, Reduction.SUM, -1)
+        call(pair[0], pair[1].reduce_scatter, part, parts, Reduction.SUM)
         pair[1].close()
         return [*one.tolist(), *part.tolist()]
 
@@ -211,11 +227,13 @@ def test_two_in_flight_do_not_meet(make: Callable) -> None:
         def many(pair: Pair, unit: int) -> None:
             for step in range(30):
                 mine = torch.full((2000 + unit,), float(unit * (rank + 1) + step))
-                call(pair, lambda fence, mine=mine: pair[1].reduce(mine, Reduction.SUM, -1, fence))
+                call(pair[0], pair[1].reduce, mine, Reduction.SUM, -1)
                 if not mine.eq(unit * 3 + 2 * step).all():
                     wrong.append((unit, step, mine[0].item()))
 
-        threads = [threading.Thread(target=many, args=(pair, 1000 * place)) for place, pair in enumerate(pairs, 1)]
+        threads = [
+            threading.Thread(target=many, args=(pair, 1000 * place)) for place, pair in enumerate(pairs, 1)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -233,7 +251,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_call_is_named(make: Callable, last_
     def program(rank: int) -> float:
         pair = make("kit")
         data = torch.ones(200_000)
-        call(pair, lambda fence: pair[1].reduce(data, Reduction.SUM, -1, fence))
+        call(pair[0], pair[1].reduce, data, Reduction.SUM, -1)
 
         class Deadly:
             """A fence that kills rank 1 before or after it passes for the first time."""
@@ -255,12 +273,14 @@ def test_a_peer_that_dies_in_the_middle_of_a_call_is_named(make: Callable, last_
 
         began = time.monotonic()
         with pytest.raises(PeerLostError) as caught:
-            call(pair, lambda fence: pair[1].reduce(data, Reduction.SUM, -1, Deadly(fence)))
+            call(pair[0], lambda fence: pair[1].reduce(data, Reduction.SUM, -1, Deadly(fence)))
         assert caught.value.peer == 1
         return time.monotonic() - began
 
     outcomes = processes(3, program, raises=False, timeout=20)
-    assert [outcome.ending for outcome in outcomes] == [Ending.RETURNED, Ending.EXITED, Ending.RETURNED], outcomes
+    assert [outcome.ending for outcome in outcomes] == [Ending.RETURNED, Ending.EXITED, Ending.RETURNED], (
+        outcomes
+    )
     assert outcomes[0].value < 2 and outcomes[2].value < 2
 
 
@@ -275,7 +295,7 @@ def test_a_call_that_raised_on_some_ranks_does_not_mix_the_slots_of_the_next() -
                 else:
                     pair[0].tickets(ticket.plain(Operation.BARRIER, 0, 0, 0, -1))
             got = torch.full((700,), rank + step + 1.0)
-            call(pair, lambda fence, got=got: pair[1].reduce(got, Reduction.SUM, -1, fence))
+            call(pair[0], pair[1].reduce, got, Reduction.SUM, -1)
             assert got.eq(2 * step + 3).all(), (step, got[:3])
 
     processes(2, program)
@@ -339,7 +359,7 @@ def test_the_ring_sends_the_fewest_messages_and_bytes_there_can_be(size: int) ->
         endpoint = Counting(transport._endpoint)
         counted = Ring(core.rank, core.size, endpoint)
         data = torch.ones(120_000)
-        call((core, counted), lambda fence: counted.reduce(data, Reduction.SUM, -1, fence))
+        call(core, counted.reduce, data, Reduction.SUM, -1)
         assert data.eq(size).all()
         counted.close()
         return endpoint.sent

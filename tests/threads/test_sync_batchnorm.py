@@ -86,6 +86,15 @@ def test_a_mean_far_from_zero_costs_no_digits_of_the_variance():
         assert mean < 1e-7 and variance < 1e-6  # E[x^2] - E[x]^2 in float32 has no digit here.
 
 
+def test_neighbours_in_float32_have_a_variance_about_a_mean_that_float32_has_not():
+    def program(rank: int) -> float:
+        layer = SyncBatchNorm(1, momentum=1.0)
+        layer(torch.tensor([[2.0**24], [2.0**24 + 2]]))
+        return layer.running_var.item()
+
+    assert run(2, program) == pytest.approx([4 / 3] * 2)
+
+
 def test_a_large_batch_in_float32_is_summed_without_loss():
     case = Case((3000, 2000), (2, 40), torch.float32, momentum=1.0)
 

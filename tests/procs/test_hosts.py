@@ -1,0 +1,89 @@
+"""Two hosts: network namespaces joined by a cable, two ranks in each, `phalanx run` on both."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import json, sys
+import torch, torch.distributed as dist
+from torch import nn
+import phalanx
+
+phalanx.init()
+rank = phalanx.rank()
+torch.manual_seed(0)
+ddp = phalanx.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+batch = torch.arange(8.0).view(2, 4) * (rank + 1)
+ddp(batch).sum().backward()
+first = ddp.module[2].weight.grad.tolist()
+gathered = [None] * phalanx.world_size()
+dist.all_gather_object(gathered, first)
+steps = 0
+with ddp.join():
+    for _ in range(rank):
+        ddp.zero_grad()
+        ddp(batch).sum().backward()
+        steps += 1
+weights = [None] * phalanx.world_size()
+dist.all_gather_object(weights, [p.sum().item() for p in ddp.parameters()])
+with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
+    json.dump({"transport": ddp.transport, "gathered": gathered, "weights": weights, "steps": steps}, file)
+"""
+
+
+def _ip(*arguments: str) -> bool:
+    return subprocess.run(["ip", *arguments], capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two namespaces with the addresses 10.77.0.1 and 10.77.0.2."""
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("making network namespaces needs root and iproute2")
+    mark = uuid.uuid4().hex[:6]
+    names, cables = [f"ph-{mark}-a", f"ph-{mark}-b"], [f"v{mark}a", f"v{mark}b"]
+    made = all(_ip("netns", "add", name) for name in names)
+    made = made and _ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+    for number, (name, cable) in enumerate(zip(names, cables, strict=True), 1):
+        made = made and _ip("link", "set", cable, "netns", name)
+        made = made and _ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", cable)
+        made = made and _ip("-n", name, "link", "set", cable, "up") and _ip("-n", name, "link", "set", "lo", "up")
+    try:
+        if not made:
+            pytest.skip("this machine does not allow network namespaces")
+        yield names
+    finally:
+        for name in names:
+            _ip("netns", "del", name)
+
+
+def test_ranks_on_two_hosts_train_together_and_join(hosts: list[str], tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    launch = [sys.executable, "-m", "phalanx", "run", "-n", "2", "--nnodes", "2", "--master-addr", "10.77.0.1"]
+    runs = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", host, *launch, "--master-port", "29761", "--node-rank", str(node),
+             str(program), str(tmp_path)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for node, host in enumerate(hosts)
+    ]  # fmt: skip
+    said = [run.communicate(timeout=90)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(said)
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    for rank, result in enumerate(results):
+        assert result["transport"] == "gloo"
+        assert result["steps"] == rank
+        assert result["gathered"] == [result["gathered"][0]] * 4
+        assert result["weights"] == [results[0]["weights"][0]] * 4

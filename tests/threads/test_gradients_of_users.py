@@ -1,0 +1,425 @@
+"""What users do with gradients: set, zero, keep, replace, modify in hooks, and backwards that raise."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx import MisuseError, clip_grad_norm_
+from phalanx.testing import generator, oracle, run
+from tests.threads.small_models import Branches, ddp, filled, one, same_on_all, values, x_of
+
+
+def step(model: nn.Module, rank: int, scale: float = 1.0) -> float:
+    model(scale * x_of(rank)).sum().backward()
+    return values(model)["weight"]
+
+
+# ------------------------------------------------------------------ p.grad between steps
+
+
+def set_to_none(p: nn.Parameter) -> None:
+    p.grad = None
+
+
+def zeroed_in_place(p: nn.Parameter) -> None:
+    p.grad.zero_()
+
+
+def an_own_tensor(p: nn.Parameter) -> None:
+    p.grad = torch.zeros_like(p)
+
+
+def an_own_tensor_with_other_strides(p: nn.Parameter) -> None:
+    p.grad = torch.zeros(3, 3)[:1, :1]
+
+
+def replaced_data(p: nn.Parameter) -> None:
+    p.grad.data = torch.zeros_like(p)
+
+
+def multiplied_by_zero(p: nn.Parameter) -> None:
+    p.grad *= 0
+
+
+def a_copy(p: nn.Parameter) -> None:
+    p.grad = p.grad.clone().zero_()
+
+
+def deleted(p: nn.Parameter) -> None:
+    del p.grad
+
+
+WAYS = [
+    set_to_none, zeroed_in_place, an_own_tensor, an_own_tensor_with_other_strides, replaced_data, multiplied_by_zero,
+    a_copy, deleted,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_gradient_dropped_in_any_way_leaves_nothing_behind(way: Callable[[nn.Parameter], None], n: int):
+    def program(rank: int) -> list:
+        model, seen = ddp(one()), []
+        for _ in range(3):
+            seen.append(step(model, rank))
+            way(model.module.weight)
+        return seen
+
+    mean = (n + 1) / 2
+    assert same_on_all(n, program) == [mean] * 3
+
+
+@pytest.mark.parametrize("ways", [(set_to_none, an_own_tensor), (zeroed_in_place, set_to_none), (a_copy, zeroed_in_place)])
+def test_ranks_may_drop_gradients_in_different_ways(ways: tuple):
+    def program(rank: int) -> list:
+        model, seen = ddp(one()), []
+        for _ in range(3):
+            seen.append(step(model, rank))
+            ways[rank](model.module.weight)
+        return seen
+
+    assert same_on_all(2, program) == [1.5] * 3
+
+
+def test_gradients_that_are_not_dropped_accumulate():
+    def program(rank: int) -> list:
+        model = ddp(one())
+        return [step(model, rank) for _ in range(3)]
+
+    assert same_on_all(2, program) == [1.5, 3.0, 4.5]
+
+
+def test_an_own_tensor_is_added_to_and_stays_the_same_tensor():
+    def program(rank: int) -> tuple:
+        model = ddp(one())
+        mine = torch.full((1, 1), 10.0)
+        model.module.weight.grad = mine
+        step(model, rank)
+        return mine.item(), model.module.weight.grad is mine
+
+    assert same_on_all(2, program) == (11.5, True)
+
+
+def test_an_own_tensor_that_differs_between_ranks_is_averaged_as_in_torch():
+    def program(rank: int) -> float:
+        model = ddp(one())
+        model.module.weight.grad = torch.full((1, 1), 10.0 * rank)
+        return step(model, rank)
+
+    assert same_on_all(2, program) == 6.5
+
+
+def test_scaled_gradients_stay_scaled():
+    def program(rank: int) -> list:
+        model = ddp(one())
+        step(model, rank)
+        model.module.weight.grad.mul_(10)
+        return [step(model, rank)]
+
+    assert same_on_all(2, program) == [16.5]
+
+
+def test_a_gradient_kept_past_the_next_step_shows_what_the_parameters_gradient_shows():
+    """As in torch with gradient_as_bucket_view: kept without a copy, it is the gradient's own memory."""
+
+    def program(rank: int) -> tuple:
+        model = ddp(one())
+        step(model, rank)
+        kept, copied = model.module.weight.grad, model.module.weight.grad.clone()
+        model.zero_grad()
+        step(model, rank, 3.0)
+        return copied.item(), kept.item() in (1.5, 4.5)
+
+    assert same_on_all(2, program) == (1.5, True)
+
+
+def test_a_gradient_outlives_its_wrapper_and_its_group():
+    def program(rank: int) -> Tensor:
+        model = ddp(one())
+        step(model, rank)
+        grad = model.module.weight.grad
+        del model
+        gc.collect()
+        dist.barrier()
+        grad += 1
+        return grad
+
+    results = run(2, program)
+    gc.collect()
+    assert [grad.item() for grad in results] == [2.5, 2.5]
+
+
+def test_a_gradient_pickles_and_copies_alone_not_with_all_shared_memory():
+    def program(rank: int) -> tuple:
+        model = ddp(nn.Sequential(one(), nn.Linear(500, 500)))
+        model.module[0](x_of(rank)).sum().backward()
+        grad = model.module[0].weight.grad
+        return len(pickle.dumps(grad)) < 2000, copy.deepcopy(grad).untyped_storage().nbytes() <= 64, grad.item()
+
+    assert same_on_all(2, program) == (True, True, 1.5)
+
+
+def test_a_dropped_wrapper_is_freed_with_its_shared_memory(holdings):
+    def program(rank: int) -> int:
+        for _ in range(3):
+            model = ddp(nn.Linear(10, 10))
+            model(torch.ones(1, 10)).sum().backward()
+            del model
+        gc.collect()
+        dist.barrier()
+        return sum("memfd:phalanx" in item for item in holdings.now().descriptors)
+
+    assert max(run(2, program)) <= 4  # the group's own arena on each rank, and one more while it is freed
+
+
+# ------------------------------------------------------------------ hooks of the user
+
+
+def test_a_tensor_hook_that_changes_the_local_gradient_comes_before_the_mean():
+    def program(rank: int) -> float:
+        model = ddp(one())
+        model.module.weight.register_hook(lambda grad: grad * (rank + 1))
+        return step(model, rank)
+
+    assert same_on_all(2, program) == (1 * 1 + 2 * 2) / 2
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_post_accumulate_hook_that_changes_the_gradient_in_place(before: bool):
+    def program(rank: int) -> float:
+        layer = one()
+
+        def hook(p: nn.Parameter) -> None:
+            p.grad *= 10
+
+        if before:
+            layer.weight.register_post_accumulate_grad_hook(hook)
+        model = ddp(layer)
+        if not before:
+            layer.weight.register_post_accumulate_grad_hook(hook)
+        return step(model, rank)
+
+    assert same_on_all(2, program) == 15.0
+
+
+def test_a_post_accumulate_hook_that_replaces_the_gradient():
+    def program(rank: int) -> float:
+        model = ddp(one())
+
+        def hook(p: nn.Parameter) -> None:
+            p.grad = p.grad + 100
+
+        model.module.weight.register_post_accumulate_grad_hook(hook)
+        return step(model, rank)
+
+    assert same_on_all(2, program) == 101.5
+
+
+def test_clipping_in_a_hook_is_local_and_after_backward_global():
+    def program(rank: int) -> tuple:
+        model = ddp(one())
+        handle = model.module.weight.register_hook(lambda grad: grad.clamp(max=1.0))
+        clipped = step(model, rank)
+        handle.remove()
+        model.zero_grad()
+        step(model, rank)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+        return clipped, norm, values(model)["weight"]
+
+    assert same_on_all(2, program) == (1.0, 1.5, pytest.approx(0.5, abs=1e-5))
+
+
+def test_module_hooks_and_grads_of_the_input():
+    def program(rank: int) -> tuple:
+        layer, calls = one(), []
+        layer.register_forward_hook(lambda *_: calls.append("forward"))
+        layer.register_full_backward_hook(lambda *_: calls.append("backward"))
+        model = ddp(layer)
+        x = x_of(rank).requires_grad_()
+        model(x).sum().backward()
+        return values(model)["weight"], x.grad.item(), calls
+
+    assert same_on_all(2, program) == (1.5, 1.0, ["forward", "backward"])
+
+
+def test_the_optimizer_sees_synchronised_gradients_with_momentum_and_weight_decay():
+    def train(model: nn.Module, batches: list[Tensor]) -> oracle.Gradients:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        return oracle.parameters_of(model)
+
+    halves = [[torch.randn(2, 4, dtype=torch.float64, generator=generator(10 * k + rank)) for k in range(5)] for rank in range(2)]
+    together = [torch.cat(pair) for pair in zip(*halves, strict=True)]
+    expected = train(filled(nn.Linear(4, 3).double()), together)
+    for got in run(2, lambda rank: train(ddp(filled(nn.Linear(4, 3).double())), halves[rank])):
+        oracle.assert_close(got, expected, rtol=1e-9)
+
+
+def test_an_optimizer_leaves_a_parameter_alone_that_nobody_used():
+    def program(rank: int) -> float:
+        model = ddp(Branches("a"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+        model(x_of(rank)).sum().backward()
+        optimizer.step()
+        return model.module.b.weight.item()
+
+    assert same_on_all(2, program) == 1.0
+
+
+# ------------------------------------------------------------------ backwards that raise
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails:
+            raise ZeroDivisionError("in the middle of backward")
+        return grad, None
+
+
+class MayFail(Branches):
+    """Backward raises between b and a."""
+
+    fails = False
+
+    def forward(self, x: Tensor, way: str | None = None) -> Tensor:
+        return self.b(Fails.apply(self.a(x), self.fails))
+
+
+@pytest.mark.parametrize("reset", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_backward_that_raised_on_all_ranks_then_a_good_step(reset: bool, n: int):
+    def program(rank: int) -> list:
+        model, seen = ddp(MayFail()), []
+        model(x_of(rank)).sum().backward()
+        for _ in range(2):
+            model.zero_grad(set_to_none=reset)
+            model.module.fails = True
+            with pytest.raises(ZeroDivisionError):
+                model(x_of(rank)).sum().backward()
+            model.module.fails = False
+            model.zero_grad(set_to_none=reset)
+            model(x_of(rank)).sum().backward()
+            seen.append(values(model))
+        return seen
+
+    mean = (n + 1) / 2
+    assert same_on_all(n, program) == [{"a.weight": mean, "b.weight": mean}] * 2
+
+
+def test_after_a_backward_that_raised_only_what_fired_has_a_gradient():
+    def program(rank: int) -> dict:
+        model = ddp(MayFail())
+        model.module.fails = True
+        with pytest.raises(ZeroDivisionError):
+            model(x_of(rank)).sum().backward()
+        with torch.no_grad():
+            model(x_of(rank))
+        return values(model)
+
+    assert run(2, program) == [{"a.weight": None, "b.weight": 1.0}, {"a.weight": None, "b.weight": 2.0}]
+
+
+def test_a_forward_that_raised_then_a_good_step():
+    def program(rank: int) -> float:
+        model = ddp(one())
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 7))
+        return step(model, rank)
+
+    assert same_on_all(2, program) == 1.5
+
+
+def test_a_backward_that_raised_inside_no_sync_then_a_good_step():
+    def program(rank: int) -> dict:
+        model = ddp(MayFail())
+        model.module.fails = True
+        with pytest.raises(ZeroDivisionError), model.no_sync():
+            model(x_of(rank)).sum().backward()
+        model.zero_grad()
+        model.module.fails = False
+        model(x_of(rank)).sum().backward()
+        return values(model)
+
+    assert same_on_all(2, program) == {"a.weight": 1.5, "b.weight": 1.5}
+
+
+def test_a_backward_that_raised_on_one_rank_and_is_skipped_there():
+    def program(rank: int) -> dict:
+        model = ddp(MayFail())
+        model.module.fails = rank == 1
+        try:
+            model(x_of(rank)).sum().backward()
+        except ZeroDivisionError:
+            model.zero_grad()
+            model.skip()
+        return values(model)
+
+    assert same_on_all(2, program) == {"a.weight": 1.0, "b.weight": 1.0}
+
+
+# ------------------------------------------------------------------ scaling, clipping
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_an_inf_or_nan_on_one_rank_reaches_all(bad: float):
+    def program(rank: int) -> bool:
+        model = ddp(one())
+        model(torch.full((1, 1), bad) if rank else x_of(rank)).sum().backward()
+        return bool(torch.isfinite(model.module.weight.grad).all())
+
+    assert run(2, program) == [False, False]
+
+
+def test_a_loss_scaler():
+    def program(rank: int) -> tuple:
+        model = ddp(one())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(model(x_of(rank)).sum()).backward()
+        scaled = values(model)["weight"]
+        scaler.unscale_(optimizer)
+        unscaled = values(model)["weight"]
+        scaler.step(optimizer)
+        scaler.update()
+        return scaled, unscaled, model.module.weight.item()
+
+    assert same_on_all(2, program) == (1536.0, 1.5, -0.5)
+
+
+def test_autocast_and_float32_parameters():
+    def program(rank: int) -> tuple:
+        model = ddp(one())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(x_of(rank))
+        out.float().sum().backward()
+        return str(out.dtype), values(model)["weight"], str(model.module.weight.grad.dtype)
+
+    assert same_on_all(2, program) == ("torch.bfloat16", 1.5, "torch.float32")
+
+
+def test_clipping_what_is_not_synchronised_is_refused():
+    def program(rank: int) -> None:
+        model = ddp(one())
+        with model.no_sync():
+            step(model, rank)
+        with pytest.raises(MisuseError, match="weight"):
+            clip_grad_norm_(model.parameters(), 1.0)
+
+    run(2, program)
