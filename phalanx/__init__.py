@@ -11,46 +11,39 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from phalanx.errors import (
-    CollectiveTimeoutError,
-    InternalError,
-    MisuseError,
-    PeerError,
-    PeerFailedError,
-    PeerLostError,
-    PhalanxError,
-    RankMismatchError,
-)
-
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CollectiveTimeoutError": "phalanx.errors",
     "DistributedDataParallel": "phalanx.parallel.ddp",
+    "DistributedSampler": "phalanx.data.sampler",
+    "InternalError": "phalanx.errors",
     "Join": "phalanx.parallel.join",
+    "MisuseError": "phalanx.errors",
+    "PeerError": "phalanx.errors",
+    "PeerFailedError": "phalanx.errors",
+    "PeerLostError": "phalanx.errors",
+    "PhalanxError": "phalanx.errors",
+    "RankMismatchError": "phalanx.errors",
+    "SpawnError": "phalanx.launch.spawn",
     "SyncBatchNorm": "phalanx.nn.sync_batchnorm",
     "clip_grad_norm_": "phalanx.parallel.agree",
-    "mean": "phalanx.parallel.agree",
-    "stop_if": "phalanx.parallel.agree",
-    "DistributedSampler": "phalanx.data.sampler",
     "get_logger": "phalanx.observe.logging",
     "init": "phalanx.group.world",
     "is_main": "phalanx.group.world",
     "local_rank": "phalanx.group.world",
+    "mean": "phalanx.parallel.agree",
     "progress": "phalanx.observe.progress",
     "rank": "phalanx.group.world",
     "rank_zero_first": "phalanx.train.rank_zero",
     "rank_zero_only": "phalanx.train.rank_zero",
     "shutdown": "phalanx.group.world",
     "spawn": "phalanx.launch.spawn",
+    "stop_if": "phalanx.parallel.agree",
     "world_size": "phalanx.group.world",
 }
 
-__all__ = sorted(
-    [
-        "CollectiveTimeoutError", "InternalError", "MisuseError", "PeerError", "PeerFailedError", "PeerLostError",
-        "PhalanxError", "RankMismatchError", *_HOMES,
-    ]
-)  # fmt: skip
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ from torch import nn
 from phalanx.observe.bench_models import WORKLOADS, Workload, count_parameters
 from phalanx.observe.bench_ranks import Ranks, measure_on_ranks
 from phalanx.observe.bench_steps import Trainer
-from phalanx.observe.bench_variants import LOCAL, OURS, VARIANTS, Variant
+from phalanx.observe.bench_variants import LOCAL, VARIANTS, Variant
 
 BASELINE = "torch-view"
 STEPS = 4

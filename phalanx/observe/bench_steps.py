@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from phalanx.errors import InternalError
-from phalanx.observe.bench_figures import Spread, differences, order_of_round, ratio, spread
+from phalanx.observe.bench_figures import differences, order_of_round, ratio, spread
 from phalanx.observe.bench_models import WORKLOADS, Workload, count_parameters
 from phalanx.observe.bench_ranks import Ranks
 from phalanx.observe.bench_variants import BASELINE, LOCAL, Variant

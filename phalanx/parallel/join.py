@@ -12,6 +12,7 @@ that has left runs their main hooks after every gradient synchronisation that it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -106,7 +107,7 @@ class Join(TorchJoin):
         follower = Follower(self._core)
         followed = 0
         while True:
-            tickets = follower.follow(lambda: self._ticket(followed))
+            tickets = follower.follow(partial(self._ticket, followed))
             active = [t for t in tickets if t.state is State.ACTIVE]
             if not active:
                 flush_leftovers(self._core, tickets)

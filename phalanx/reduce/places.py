@@ -21,7 +21,6 @@ from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.reduce.memory import Memory
 from phalanx.reduce.plan import Plan
 
-
 # One pass of map() over hundreds of parameters costs a fraction of a loop's.
 _gradient, _requires_grad, _version = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
 _NONES = repeat(None)

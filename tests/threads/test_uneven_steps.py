@@ -398,7 +398,7 @@ def misuse(ddp: DistributedDataParallel, how: str, rank: int) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("two counts", "n=1 and with n=2"), ("half weighed", "some backwards since the last synchronisation"),
+        ("two counts", "within one backward"), ("half weighed", "some backwards since the last synchronisation"),
         ("negative", "negative"),
     ],
 )  # fmt: skip
@@ -408,7 +408,7 @@ def test_weights_that_cannot_be_right(how: str, said: str) -> None:
         misuse(ddp, how, rank)
 
     for text in failures(run(2, program, raises=False), MisuseError):
-        assert said.split(" and ")[0] in text or said in text
+        assert said in text
 
 
 def test_the_same_count_on_all_terms_of_a_loss() -> None:
