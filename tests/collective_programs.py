@@ -232,8 +232,7 @@ def sizes_and_splits(rank: int) -> None:
     # Rank i sends i + j rows to rank j.
     sends, takes = [rank + j for j in range(size)], [i + rank for i in range(size)]
     given = (
-        torch.repeat_interleave(torch.arange(size), torch.tensor(sends)).float().unsqueeze(1).repeat(1, 3)
-        + 10 * rank
+        torch.repeat_interleave(torch.arange(size), torch.tensor(sends)).float().unsqueeze(1).repeat(1, 3) + 10 * rank
     )
     got = torch.empty(sum(takes), 3)
     dist.all_to_all_single(got, given, takes, sends)
@@ -251,16 +250,12 @@ def sizes_and_splits(rank: int) -> None:
         dist.all_gather_into_tensor(outputs[1], torch.full((3,), float(-rank)))
     manager.wait()
     ranks = torch.arange(float(size))
-    assert torch.equal(outputs[0], ranks.repeat_interleave(2)) and torch.equal(
-        outputs[1], -ranks.repeat_interleave(3)
-    )
+    assert torch.equal(outputs[0], ranks.repeat_interleave(2)) and torch.equal(outputs[1], -ranks.repeat_interleave(3))
     results = [torch.empty(2), torch.empty(1)]
     with dist._coalescing_manager():
         dist.reduce_scatter_tensor(results[0], torch.arange(2.0 * size))
         dist.reduce_scatter_tensor(results[1], torch.arange(1.0 * size))
-    assert (
-        results[0].tolist() == [2 * rank * size, (2 * rank + 1) * size] and results[1].item() == rank * size
-    )
+    assert results[0].tolist() == [2 * rank * size, (2 * rank + 1) * size] and results[1].item() == rank * size
 
 
 def objects(rank: int) -> None:
@@ -345,9 +340,7 @@ def messages(rank: int) -> None:
     assert own.tolist() == [True, False]
 
     given, taken = torch.full((2, 2), float(rank)).t(), torch.zeros(4, 2).t()[:, ::2]
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, given, right), dist.P2POp(dist.irecv, taken, left)]
-    ):
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, given, right), dist.P2POp(dist.irecv, taken, left)]):
         work.wait()
     assert taken.eq(left).all()
     request = dist.irecv(got := torch.empty(1), left, tag=11)
@@ -371,14 +364,18 @@ def sub_groups(rank: int) -> None:
                 dist.destroy_process_group(group)
     backwards = dist.new_group(list(range(size)), group_desc="all of us")
     assert backwards.group_desc == "all of us" and dist.get_backend(backwards) == "phalanx"
-    if rank < 2:
-        for _ in range(2):  # both get the same name, and rank 1 still has the first when rank 0 makes the second
+    for _ in range(2):  # twice the same name; rank 1 still has the first group when rank 0 makes the second
+        if rank < 2:
             local = dist.new_group([0, 1], use_local_synchronization=True)
             got = torch.tensor([rank])
             dist.broadcast(got, 1, group=local)
             assert got.item() == 1
-            time.sleep(0.2 * rank)
+            if rank == 1 and size > 2:
+                dist.recv(torch.empty(1), 2)  # reads what rank 0 sends to the second group, too
             dist.destroy_process_group(local)
+        elif rank == 2:
+            time.sleep(0.2)
+            dist.send(torch.ones(1), 1)
     alone = [dist.new_group([r]) for r in range(size)][rank]
     got = torch.ones(3)
     dist.all_reduce(got, group=alone)

@@ -28,6 +28,7 @@ from phalanx.group.group import Group
 from phalanx.group.links import Switchboard
 from phalanx.group.messages import Messages, checked_tag
 from phalanx.group.works import DoneWork, ManyWorks, PendingWork, Worker, seconds_of
+from phalanx.launch.environment import variable
 from phalanx.transport.protocol import Transport
 from phalanx.transport.reductions import Reduction
 from phalanx.transport.shm import SharedMemory
@@ -314,7 +315,7 @@ def made_by(cls: type[_Made], options: Any, kind: Any) -> _Made:
         return _made(cls, world.board, members, name, options.timeout, options.store, kind, owns_board=False)
     board = factory.connect(options.store, options.group_rank, options.group_size, options.timeout)
     members = list(range(options.group_size))
-    kind = factory.AUTO if kind is None else kind
+    kind = variable("PHALANX_TRANSPORT", factory.AUTO) if kind is None else kind
     return _made(cls, board, members, options.group_id, options.timeout, options.store, kind, owns_board=True)
 
 

@@ -215,7 +215,7 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         if self._in_backward is None:
             self._take_over_optimizers()
         self._follow_model()
-        if training and self.module.training and self.modules_buffers and self.will_sync_module_buffers():
+        if training and self.modules_buffers and self.module.training and self.will_sync_module_buffers():
             self._sync_buffers()
         if self.options.device_ids is not None:
             moved, moved_kwargs = _to_kwargs(
@@ -224,8 +224,14 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
             inputs, kwargs = moved[0], moved_kwargs[0]
         if self._low is not None:
             inputs, kwargs = self._low.lower(inputs, kwargs)
-        with self._inside_forward():
-            output = self.module(*inputs, **kwargs)
+        torch_class = nn.parallel.DistributedDataParallel
+        torch_class._active_ddp_module = self  # what torch.compile asks for
+        self._logging.forward_begins()
+        try:
+            output = self._modules["module"](*inputs, **kwargs)
+        finally:
+            torch_class._active_ddp_module = None
+            self._logging.forward_ended()
         if self._low is not None and not training:
             self._low.restore()
         if training:
@@ -240,12 +246,15 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
 
     def _watch(self, output: Any, local: Local) -> None:
         """Have the reducer told when the gradient of an output arrives, before any of the parameters' do."""
-        reached = self._reducer.watch.output_reached
+        # Weakly: the engine keeps the graph of a backward that raised, and with it what the graph holds.
+        me = weakref.ref(self._reducer.watch)
 
         def arrived(_: torch.Tensor) -> None:
-            reached(local)
+            watch = me()
+            if watch is not None:
+                watch.output_reached(local)
 
-        for tensor in _tensors(output):
+        for tensor in (output,) if isinstance(output, torch.Tensor) else _tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(arrived)
 

@@ -6,8 +6,7 @@ Phalanx does not have is answered from the reducer's plan and statistics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -91,18 +90,6 @@ class TorchSurface(Wrapped):
     def reducer(self) -> ReducerSurface:
         """What callers of torch reach through this name."""
         return self._surface
-
-    @contextmanager
-    def _inside_forward(self) -> Iterator[None]:
-        """Tell torch.compile which wrapper is active, and time the forward."""
-        torch_class = nn.parallel.DistributedDataParallel
-        torch_class._active_ddp_module = self  # type: ignore[assignment]
-        self._logging.forward_begins()
-        try:
-            yield
-        finally:
-            torch_class._active_ddp_module = None
-            self._logging.forward_ended()
 
     # -- errors and logging ----------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -36,17 +37,20 @@ class Uneven(Wrapped):
         """
         if n < 0:
             raise MisuseError(f"weigh(loss, n={n}): a negative number of items", rank=self._group.core.rank)
-        reducer, local = self._reducer, self._local_now()
+        # Weakly: the engine keeps the graph of a backward that raised, and with it what the graph holds.
+        me, rank, local = weakref.ref(self._reducer), self._group.core.rank, self._local_now()
 
         def counted(n: float) -> float:
+            reducer = me()
+            if reducer is None:
+                return 1.0  # the wrapper has been dropped, and with it all synchronisation
             reducer.watch.output_reached(local)
             try:
                 return reducer.weights.add(n)
             except ValueError as error:
                 raise MisuseError(
-                    str(error), "one backward for each weighed loss, or the same n for all terms of a loss",
-                    self._group.core.rank,
-                ) from None  # fmt: skip
+                    str(error), "one backward for each weighed loss, or the same n for all terms of a loss", rank
+                ) from None
 
         return weigh(loss, float(n), counted)
 

@@ -11,6 +11,7 @@ synchronises its wrapped models in the same order.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Protocol
 
@@ -31,7 +32,8 @@ class Listener(Protocol):
         """Called once, in the thread of the backward; what it raises comes out of backward()."""
 
 
-_armed: dict[int, dict[int, Listener]] = {}
+_armed: dict[int, dict[int, weakref.ref[Listener]]] = {}
+"""By task, then by order. Weakly: what a backward that raised has armed is in here until somebody forgets it."""
 
 
 def arm(listener: Listener) -> int:
@@ -41,7 +43,7 @@ def arm(listener: Listener) -> int:
     if waiting is None:
         waiting = _armed[task] = {}
         Variable._execution_engine.queue_callback(partial(_ended, task))  # type: ignore[attr-defined]
-    waiting[listener.order] = listener
+    waiting[listener.order] = weakref.ref(listener, partial(_drop, task, listener.order))
     return task
 
 
@@ -51,10 +53,16 @@ def forget(listener: Listener) -> None:
     Every task is looked at, since those of outer nodes are not known to the listener.
     """
     for task, waiting in list(_armed.items()):
-        if waiting.get(listener.order) is listener:
-            del waiting[listener.order]
-            if not waiting:
-                del _armed[task]
+        known = waiting.get(listener.order)
+        if known is not None and known() is listener:
+            _drop(task, listener.order)
+
+
+def _drop(task: int, order: int, _: object = None) -> None:
+    waiting = _armed.get(task, {})
+    waiting.pop(order, None)
+    if not waiting:
+        _armed.pop(task, None)
 
 
 def _ended(task: int) -> None:
@@ -62,12 +70,18 @@ def _ended(task: int) -> None:
     outer = torch._C._current_autograd_node()
     if outer is None:
         for order in sorted(waiting):
-            waiting[order].backward_ended()
+            listener = waiting[order]()
+            if listener is not None:
+                listener.backward_ended()
         return
     handle = outer.register_hook(lambda *_: _outer_node_done(waiting, handle))
 
 
-def _outer_node_done(waiting: dict[int, Listener], handle: torch.utils.hooks.RemovableHandle) -> None:
+def _outer_node_done(
+    waiting: dict[int, weakref.ref[Listener]], handle: torch.utils.hooks.RemovableHandle
+) -> None:
     handle.remove()
-    for listener in waiting.values():
-        arm(listener)
+    for known in waiting.values():
+        listener = known()
+        if listener is not None:
+            arm(listener)

@@ -107,6 +107,10 @@ class Places:
             if before == after and self._params[index].grad is self.views[index]
         }
 
+    def keep_all(self) -> None:
+        """End the loan with every place in use."""
+        self._lent, self._lent_views, self._versions = [], [], []
+
     def take_back(self, kept: set[int]) -> None:
         """Take lent places away again from the parameters not in `kept`; the loan is over."""
         for index in self._lent if len(kept) < len(self._params) else ():

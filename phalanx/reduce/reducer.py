@@ -106,6 +106,13 @@ class Reducer:
         self._all_bits = ticket.bits(self.everything, len(self.named))
         self._elements = sum(entry.count for entry in entries)
         self._register()
+        size, hook, self.comm_hook = self.group.core.size, self.comm_hook, None
+        everything = Ticket(
+            Operation.GRADIENTS, 0, 0, self._elements, -1, self.tag, bitmap=self._all_bits, unit=0.0
+        )
+        self.comm_hook = hook
+        self._usual = everything.encode()
+        self._all_ranks, self._mean = list(range(size)), [1.0 / size] * size
         self.stale = False
         self.on_build()
 
@@ -174,25 +181,33 @@ class Reducer:
         follow: only what these have left counts then.
         """
         started = time.perf_counter()
+        self.group.drain()  # the user's asynchronous collectives come first, on every rank
         if self.stale:
             self.build()
         places = self._built()
         self.produced |= fired
         foreign = places.settle(self.produced)
         rounds = self.schedule.due(self.everything, local)
-        self.weights.enter(self.schedule.ledgers)
+        if self.weights.weighed:
+            self.weights.enter(self.schedule.ledgers)
         shown: set[int] = set()
+        usual = len(rounds.due) == 1 and not rounds.held
         for each in rounds.due:
-            with self.group.core.collective(self._ticket(each).encode()) as fence:
+            with self.group.core.collective(self._wire(each)) as fence:
                 got = fence()
                 used, factors = self._agreed([t.encode() for t in said] if said else got)
                 self._reduce(used, factors, fence)
             if said:
                 places.show(used)  # no backward has lent places
             self._complete(used, factors, foreign, each)
-            shown.update(used)
-        places.take_back(shown | self.produced)
-        places.hold_back(rounds.held)
+            if not (usual and len(used) == len(self.named)):
+                shown.update(used)
+                usual = False
+        if usual:
+            places.keep_all()
+        else:
+            places.take_back(shown | self.produced)
+            places.hold_back(rounds.held)
         self.weights.leave(bool(self.produced))
         self.statistics.flushed(started, self.plan)
         for call in self.after_flush:
@@ -222,6 +237,13 @@ class Reducer:
         self.weights.synchronised(each.ledger)
         self.statistics.synchronised(used, each.members)
 
+    def _wire(self, each: Round) -> bytes:
+        """The encoded ticket of a round; of the usual one, ready since the reducer was built."""
+        weights, usual = self.weights, each.members is None and self.comm_hook is None
+        if usual and not weights.weighed and len(self.produced) == len(self.named):
+            return self._usual
+        return self._ticket(each).encode()
+
     def _ticket(self, each: Round, state: State = State.ACTIVE, followed: int = 0) -> Ticket:
         pending, size = self.produced, len(self.named)
         mask, root = b"", -1
@@ -245,6 +267,11 @@ class Reducer:
 
     def _agreed(self, wires: list[bytes]) -> tuple[Sequence[int], list[float]]:
         """What the tickets of all ranks say: the parameters used somewhere, and each rank's factor."""
+        if self.divisor is None and all(wire == self._usual for wire in wires):
+            # The usual case, told by the bytes: every rank used every parameter, and nobody weighs.
+            self.skippers, self.runners = [], self._all_ranks
+            self.statistics.used_by(wires)
+            return range(len(self.named)), self._mean
         heard = [ticket.decode(wire) for wire in wires]
         self.skippers = [rank for rank, t in enumerate(heard) if t.state is State.SKIPPING]
         self.runners = [rank for rank, t in enumerate(heard) if t.state is State.ACTIVE]
@@ -256,7 +283,7 @@ class Reducer:
         mask = next((t.extra for t in tickets if t.operation is Operation.GRADIENTS), b"")
         if mask:
             union &= int.from_bytes(mask, "little")
-        self.statistics.used_by(tickets)
+        self.statistics.used_by([t.encode() for t in tickets])
         used = range(size) if union == (1 << size) - 1 else [index for index in range(size) if union >> index & 1]
         try:
             return used, scales(tickets, self.divisor)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.group.ticket import Ticket
+from phalanx.group import ticket
 from phalanx.reduce.plan import Plan
 
 
@@ -23,20 +23,20 @@ class Statistics:
     used: frozenset[int] = frozenset()
     used_set_changes: int = 0
     micro_steps: dict[int, int] = field(default_factory=dict)  # backwards since a parameter was synchronised
-    _now: set[int] = field(default_factory=set)
-    _bitmaps: tuple[bytes, ...] = ()
+    _now: frozenset[int] = frozenset()
+    _wires: Sequence[bytes] = ()
     _all_at: int = 0
     _at: dict[int, int] = field(default_factory=dict)
 
-    def used_by(self, tickets: Sequence[Ticket]) -> None:
-        """Remember which ranks used which parameters in the step that is being synchronised."""
-        self._bitmaps = tuple(t.bitmap for t in tickets)
+    def used_by(self, wires: Sequence[bytes]) -> None:
+        """Remember the tickets of the step that is being synchronised: which rank used what."""
+        self._wires = wires
 
     def used_map(self) -> list[int]:
         """For every parameter, on how many ranks it was used in the last synchronised step."""
         counts = [0] * self.size
-        for bitmap in self._bitmaps:
-            bits = int.from_bytes(bitmap, "little")
+        for wire in self._wires:
+            bits = int.from_bytes(ticket.decode(wire).bitmap, "little")
             for index in range(self.size):
                 counts[index] += bits >> index & 1
         return counts
@@ -53,20 +53,23 @@ class Statistics:
                 self.micro_steps.pop(index, None)
         if len(used) == self.size:
             self._all_at = self.flushes + 1
+            if len(self.used) == self.size and not self._now:
+                self._now = self.used  # as before: the usual case
+                return
         else:
             self._at.update(dict.fromkeys(used, self.flushes + 1))
-        self._now.update(used)
+        self._now = self._now.union(used)
 
     def flushed(self, started: float, plan: Plan) -> None:
         """Count one synchronisation, of all its rounds."""
         self.last_started, self.last_ended = started, time.perf_counter()
         self.flushes += 1
         self.seconds += self.last_ended - started
-        if self._now != self.used:
+        if self._now is not self.used and self._now != self.used:
             self.used_set_changes += self.flushes > 1
-            self.used = frozenset(self._now)
+            self.used = self._now
             self.buckets_reduced = sum(1 for bucket in plan.buckets if not self.used.isdisjoint(bucket.members))
-        self._now.clear()
+        self._now = frozenset()
 
     def synchronised_at(self, index: int) -> int:
         """The number of the flush that last synchronised a parameter; 0 for none."""

@@ -164,6 +164,10 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+_Move = tuple[list[torch.Tensor], list[float], torch.Tensor, torch.Tensor, torch.Tensor, float]
+# what is added with which scales into which part of the result; own and result, whole; the scale left for the copy
+
+
 class SharedGradients:
     """Where the gradients of one reducer live: a slot per rank and one result area, for each dtype.
 
@@ -176,6 +180,7 @@ class SharedGradients:
         self.own: list[torch.Tensor] = []
         self.offsets: list[int] = []
         self.arena = arena
+        self._cache: dict[tuple[tuple[tuple[int, int, int], ...], tuple[float, ...]], list[_Move]] = {}
         self._slots: list[list[torch.Tensor]] = []
         self._results: list[torch.Tensor] = []
         at = 0
@@ -200,21 +205,34 @@ class SharedGradients:
 
         A rank of scale 0 is not read. Equal scales are applied to the sum, so that it is rounded once.
         """
+        moves = self._moves(tuple(spans), tuple(scales))
+        for parts, given, target, _, _, _ in moves:
+            weighted_sum(parts, given, target)
+        fence()
+        for _, _, _, own, result, left in moves:
+            if left == 1.0:
+                own.copy_(result)
+            else:
+                scale_into(result, left, own)
+
+    def _moves(self, spans: tuple[tuple[int, int, int], ...], scales: tuple[float, ...]) -> list[_Move]:
+        """The tensors of a reduction, kept: most reductions of a model have the same spans and scales."""
+        found = self._cache.get((spans, scales))
+        if found is not None:
+            return found
+        if len(self._cache) > 50:
+            self._cache.clear()
         given = [scale for scale in scales if scale]
+        moves: list[_Move] = []
         for region, start, stop in spans:
             length = stop - start
             low = start + length * self._rank // self._size
             high = start + length * (self._rank + 1) // self._size
             parts = [slot[low:high] for slot, scale in zip(self._slots[region], scales, strict=True) if scale]
-            weighted_sum(parts, given, self._results[region][low:high])
-        fence()
-        for region, start, stop in spans:
             own, result = self.own[region][start:stop], self._results[region][start:stop]
-            left = scale_left(given, own.dtype)
-            if left == 1.0:
-                own.copy_(result)
-            else:
-                scale_into(result, left, own)
+            moves.append((parts, given, self._results[region][low:high], own, result, scale_left(given, own.dtype)))
+        self._cache[(spans, scales)] = moves
+        return moves
 
 
 def _aligned(count: int) -> int:

@@ -8,22 +8,22 @@ from __future__ import annotations
 from tests.peer.cases import What
 
 _NO_ERROR = (
-    "wants an error where a parameter got no gradient and find_unused_parameters is off; here that is no error: "
-    "what is used is synchronised, what is not keeps its gradient as it was"
+    "wants an error where a parameter got no gradient and find_unused_parameters is off; here that is "
+    "no error: what is used is synchronised, what is not keeps its gradient as it was"
 )
 
 EXPECTED: dict[What, dict[str, str]] = {
     What.DDP: {
         "test_compute_bucket_assignment_by_size_sparse_error_with_logger@2": (
-            "hands the wrapper's `logger` to a C++ function that takes only the logger of torch's own C++ reducer"
+            "hands the wrapper's `logger` to a C++ function that takes only that of torch's own reducer"
         ),
         "test_ddp_control_flow_different_across_ranks@2": _NO_ERROR,
         "test_ddp_control_flow_same_across_ranks@2": _NO_ERROR,
         "test_ddp_multiple_nested_unused_params_err_ignore_params@2": _NO_ERROR,
         "test_ddp_multiple_nested_unused_params_error@2": _NO_ERROR,
         "test_ddp_profiling_torch_profiler@2": (
-            "counts the profiler's events of torch's C++ reducer: one all-reduce of gloo a bucket, and the search for "
-            "unused parameters, for which there is no need here"
+            "counts the profiler's events of torch's own reducer: one all-reduce of gloo a bucket, and the "
+            "search for unused parameters, for which there is no need here"
         ),
         "test_ddp_unused_params_rebuild_buckets_exception@2": _NO_ERROR,
     },

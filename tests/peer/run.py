@@ -39,35 +39,33 @@ class Worker:
         self._logs = logs
         self._process: subprocess.Popen[str] | None = None
         self.tests: list[str] = []
-        self.torch = ""
 
-    def _start(self) -> subprocess.Popen[str]:
+    def start(self) -> subprocess.Popen[str]:
+        """Return the process, which has told by then which tests there are."""
+        if self._process is not None:
+            return self._process
         process = subprocess.Popen(self._command, cwd=_ROOT, env=self._environment, text=True,
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         hello = process.stdout.readline()
         if not hello:
             raise RuntimeError(f"the worker ended while starting, exit code {process.wait()}")
-        self.tests, self.torch = (json.loads(hello)[key] for key in ("tests", "torch"))
+        self.tests = json.loads(hello)["tests"]
+        self._process = process
         return process
-
-    def start(self) -> None:
-        if self._process is None:
-            self._process = self._start()
 
     def run(self, case: Case, limit: float) -> Result:
         """Run one case; `limit` is in seconds."""
-        self.start()
+        process = self.start()
         folder = tempfile.mkdtemp(dir=self._folder.name, prefix=f"{case.test}-")
         request = {"case": str(case), "limit": limit, "folder": folder}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
         self._keep_logs(case, pathlib.Path(folder))
         if not answer:
-            code = self._process.wait()
             self._process = None
-            return Result(case, Status.FAIL, f"the worker ended, exit code {code}", 0.0,
-                          frozenset())
+            reason = f"the worker ended, exit code {process.wait()}"
+            return Result(case, Status.FAIL, reason, 0.0, frozenset())
         return Result.from_json(answer)
 
     def _keep_logs(self, case: Case, folder: pathlib.Path) -> None:
@@ -126,15 +124,17 @@ def run_cases(what: What, target: Target, cases: Iterable[Case], *, limit: float
         thread.join()
 
 
+def _all_tests() -> list[str]:
+    worker = Worker(What.COLLECTIVES, Target.TORCH, _WORLDS[0], logs=None)
+    worker.start()
+    worker.close()
+    return worker.tests
+
+
 def _measure(limit: float, jobs: int, logs: pathlib.Path | None) -> Iterator[Result]:
     """Run every test there is with torch's own, at the smallest world in which it does not skip."""
-    tests: list[str] | None = None
+    tests = _all_tests()
     for world in _WORLDS:
-        if tests is None:
-            worker = Worker(What.COLLECTIVES, Target.TORCH, world, logs)
-            worker.start()
-            tests = worker.tests
-            worker.close()
         skipped = []
         cases = [Case(test, world) for test in tests]
         for result in run_cases(What.COLLECTIVES, Target.TORCH, cases, limit=limit, jobs=jobs,

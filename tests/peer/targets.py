@@ -11,7 +11,6 @@ import functools
 import os
 import pathlib
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch.nn.parallel as parallel

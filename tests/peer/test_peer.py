@@ -105,13 +105,18 @@ class TestHarness(_Torch):
         ("test_all_reduce_sum", 0.0, Status.TIMEOUT),
         ("test_all_reduce_sum", _LIMIT, Status.PASS),
     ])  # fmt: skip
-    def test_a_case_can_end_in_each_way(self, worker: Worker, test: str, limit: float, expected: Status) -> None:
+    def test_a_case_can_end_in_each_way(
+        self, worker: Worker, test: str, limit: float, expected: Status
+    ) -> None:
         result = worker.run(Case(test, self.world), limit)
         assert result.status is expected, result.reason
 
 
 def test_every_applicable_case_is_run() -> None:
-    run = {(cls.what, case) for cls in _OnPhalanx.__subclasses__() for quick in (True, False) for case in cls.cases(quick)}
+    run = {
+        (cls.what, case)
+        for cls in _OnPhalanx.__subclasses__() for quick in (True, False) for case in cls.cases(quick)
+    }  # fmt: skip
     assert run == {(what, case) for what in What for case in applicable(what)}
 
 

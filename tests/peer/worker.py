@@ -9,6 +9,7 @@ not reaped before that, so its process id cannot have been given to somebody els
 from __future__ import annotations
 
 import argparse
+import ctypes
 import faulthandler
 import json
 import logging
@@ -32,6 +33,7 @@ from tests.peer.cases import Case, Result, Status, Target, What
 
 # Seconds that the other ranks have to end by themselves once one has failed.
 _GRACE = 3.0
+_PR_SET_PDEATHSIG = 1  # From linux/prctl.h: get a signal when the parent dies.
 _SKIP_CODES = {skip.exit_code: skip.message for skip in common_distributed.TEST_SKIPS.values()}
 _OTHER_BACKEND = re.compile(r"\b(MPI|NCCL)\b", re.IGNORECASE)
 _SKIP_REASON = re.compile(r"for following reason: (.*)")
@@ -89,6 +91,7 @@ def _become_rank(cls: type, case: Case, rank: int, folder: pathlib.Path,
     code = 1
     try:
         os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         _redirect(log)
         faulthandler.register(signal.SIGUSR1)
         _, pipe = multiprocessing.Pipe()
@@ -190,7 +193,7 @@ def main() -> None:
     logging.getLogger(common_distributed.__name__).addHandler(logging.StreamHandler())
     cls = suite.load(args.what, args.target)
     names = unittest.TestLoader().getTestCaseNames(cls)
-    answers.write(json.dumps({"tests": list(names), "torch": torch.__version__}) + "\n")
+    answers.write(json.dumps({"tests": list(names)}) + "\n")
     for line in sys.stdin:
         request = json.loads(line)
         result = run_case(cls, Case.parse(request["case"]), request["limit"],

@@ -66,6 +66,8 @@ def test_a_compiled_model_computes_the_same():
         output = compiled(input)
         output.square().sum().backward()
         dist.all_reduce(model[0].weight.grad)
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        assert breaks and all("_uncompiled" in why for why in breaks)  # Around each layer, nowhere within.
         return output.detach(), model[0].weight.grad
 
     model = network()

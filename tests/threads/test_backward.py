@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -289,17 +290,42 @@ def test_a_backward_that_raised_has_no_end_and_the_next_one_has_one(failing: Cal
     backward.forget(recorder)
 
 
+def armed() -> set:
+    return {known() for waiting in backward._armed.values() for known in waiting.values()}
+
+
+def test_a_raised_backward_keeps_no_listener_alive():
+    class Idle:
+        order = 0
+
+        def backward_ended(self) -> None:
+            raise AssertionError("its backward has never ended")
+
+    idle = Idle()
+
+    def arm_and_raise(_: Tensor) -> None:
+        backward.arm(idle)
+        raise ValueError("in the middle")
+
+    w = leaf()
+    w.register_hook(arm_and_raise)
+    with pytest.raises(ValueError, match="in the middle"):
+        (3 * w).sum().backward()
+    assert armed() == {idle}
+    del idle
+    gc.collect()
+    assert not armed()
+
+
 @pytest.mark.parametrize("failing", [raising, raising_inside, raising_in_the_inner])
 def test_forget_drops_what_a_raised_backward_had_armed_for_one_listener(failing: Callable[[Tensor], None]):
     w, log = leaf(), []
     recorder, other = Recorder(w, log, "one", 0), Recorder(w, log, "two", 1)
     with pytest.raises(ValueError, match="in the middle"):
         failing(w)
-    armed = [waiting for waiting in backward._armed.values()]
-    assert any(recorder in waiting.values() for waiting in armed)
+    assert armed() == {recorder, other}
     backward.forget(recorder)
-    assert not any(recorder in waiting.values() for waiting in armed)
-    assert any(other in waiting.values() for waiting in armed)
+    assert armed() == {other}
     backward.forget(other)
     backward.forget(other)  # a second time does nothing
 

@@ -44,7 +44,7 @@ def averaging(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tenso
     return future.then(lambda f: f.value()[0] / dist.get_world_size())
 
 
-def at_once(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+def at_once(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     dist.all_reduce(bucket.buffer())
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer().div_(dist.get_world_size()))
@@ -72,7 +72,7 @@ def test_what_a_hook_sees_of_its_bucket():
     def program(rank: int) -> list:
         model, seen = ddp(net(), bucket_cap_mb=0.0001), []
 
-        def hook(state: list, bucket: Any) -> torch.futures.Future[Tensor]:
+        def hook(state: list, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             assert all(g.shape == p.shape for g, p in zip(bucket.gradients(), bucket.parameters(), strict=True))
             assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
             start = bucket.buffer().untyped_storage().data_ptr()
@@ -84,9 +84,10 @@ def test_what_a_hook_sees_of_its_bucket():
         loss(model, batch(0, rank)).backward()
         return seen
 
-    assert same_on_all(2, program) == [
-        (0, False, [(4,), (4, 8)]), (1, False, [(8,), (8, 8)]),
-    ] or same_on_all(2, program)[-1][1]  # fmt: skip
+    seen = same_on_all(2, program)
+    assert [index for index, _, _ in seen] == list(range(len(seen))) and len(seen) > 1
+    assert [last for _, last, _ in seen] == [False] * (len(seen) - 1) + [True]
+    assert sorted(shape for _, _, shapes in seen for shape in shapes) == [(4,), (4, 8), (8,), (8, 8)]
 
 
 def test_hooks_and_unused_parameters():
@@ -124,7 +125,7 @@ def test_a_hook_may_be_replaced_and_removed():
     def program(rank: int) -> list:
         model, seen = ddp(one()), []
 
-        def ten(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        def ten(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             future: torch.futures.Future[Tensor] = torch.futures.Future()
             future.set_result(torch.full_like(bucket.buffer(), 10.0))
             return future
@@ -144,7 +145,7 @@ def test_a_hook_may_resize_keep_and_overwrite_its_buffer():
     def program(rank: int) -> oracle.Gradients:
         model, kept = ddp(net(), bucket_cap_mb=0.0001), []
 
-        def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             buffer = bucket.buffer()
             count = buffer.numel()
             dist.all_reduce(buffer)
@@ -171,19 +172,13 @@ def test_a_hook_may_resize_keep_and_overwrite_its_buffer():
 
 @pytest.mark.parametrize("kind", list(DDPCommHookType), ids=lambda kind: kind.name)
 def test_all_of_torchs_hook_types_register_and_train(kind: DDPCommHookType):
-    if kind.name.startswith("POWER_SGD") or kind.name.startswith("BATCHED") or "LOCAL" in kind.name:
-        def state(): return make_state(kind.name)
-    else:
-        def state(): return None
+    state = None
+    if kind is DDPCommHookType.POST_LOCAL_SGD:
+        state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=100)
 
-    def make_state(name: str) -> object:
-        if "LOCAL" in name:
-            return post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=100)
-        return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=100)
-
-    def program(rank: int) -> float:
+    def program(rank: int) -> bool:
         model = ddp(net())
-        register_ddp_comm_hook(kind, model, state())
+        register_ddp_comm_hook(kind, model, state)
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
         for _ in range(4):
             optimizer.zero_grad()
@@ -191,7 +186,7 @@ def test_all_of_torchs_hook_types_register_and_train(kind: DDPCommHookType):
             value.backward()
             optimizer.step()
             losses.append(value.item())
-        return losses[-1] < losses[0] or kind is DDPCommHookType.NOOP if hasattr(DDPCommHookType, "NOOP") else losses[-1] < losses[0]
+        return losses[-1] < losses[0]
 
     assert all(run(2, program))
 
@@ -240,8 +235,7 @@ def test_power_sgd_of_low_rank_converges_by_its_error_feedback(rank_of_matrix: i
 def test_post_local_sgd():
     def program(rank: int) -> list:
         model = ddp(one())
-        state = post_localSGD_hook.PostLocalSGDState(None, dist.new_group([rank]) if False else dist.new_subgroups(1)[0],
-                                                     start_localSGD_iter=2)  # fmt: skip
+        state = post_localSGD_hook.PostLocalSGDState(None, dist.new_subgroups(1)[0], start_localSGD_iter=2)
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
         optimizer = PostLocalSGDOptimizer(
             torch.optim.SGD(model.parameters(), lr=1.0), averagers.PeriodicModelAverager(period=2, warmup_steps=2)
@@ -273,17 +267,17 @@ def test_an_optimizer_that_steps_inside_the_hook():
 # ------------------------------------------------------------------ wrong hooks
 
 
-def no_future(state: Any, bucket: Any) -> Tensor:
+def no_future(state: Any, bucket: dist.GradBucket) -> Tensor:
     return bucket.buffer()
 
 
-def wrong_size(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+def wrong_size(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(torch.zeros(7))
     return future
 
 
-def no_tensor(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+def no_tensor(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result("text")
     return future
@@ -308,7 +302,7 @@ def test_a_hook_that_returns_something_else_is_an_error_on_every_rank(hook, text
 
 
 def test_what_a_hook_raises_comes_out_of_backward_and_the_model_goes_on_without_it():
-    def failing(state: Any, bucket: Any) -> None:
+    def failing(state: Any, bucket: dist.GradBucket) -> None:
         raise ZeroDivisionError("inside the hook")
 
     def program(rank: int) -> float:
