@@ -108,7 +108,10 @@ class Net(nn.Module):
         draw = torch.Generator().manual_seed(case.seed)
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.5)
+                values = torch.randn(parameter.shape, generator=draw) * 0.5
+                parameter.copy_(values + 0.3 * values.sign())
+            if case.normalises:
+                self.first.bias.zero_()  # beside a small deviation, a mean takes digits away from it
         self.to(case.dtype)
 
     def forward(self, inputs: Tensor, uses_side: Tensor) -> Tensor:

@@ -213,9 +213,8 @@ class TorchSurface(Wrapped):
         self._buffer_futures.extend(futures or ())
 
     def _wait_for_buffer_hooks(self) -> None:
-        pending, self._buffer_futures = self._buffer_futures, []
-        for future in pending:
-            future.wait()
+        while self._buffer_futures:
+            self._buffer_futures.pop(0).wait()
 
     def _forward_done(self, output: Any) -> None:
         if self._has_buffer_hook_at(_BufferCommHookLocation.POST_FORWARD) and self.will_sync_module_buffers():

@@ -107,5 +107,7 @@ def relative(actual: Tensor, expected: Tensor, scale: Tensor | None = None) -> f
 
 def check(case: Case) -> None:
     for rank, errors in enumerate(run(len(case.sizes), errors_on_a_rank, case)):
-        wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE[case.dtype]}
+        # The statistics are in float32 where the batch is in half precision.
+        limits = {name: min(1e-6, TOLERANCE[case.dtype]) for name in errors if name.startswith("running")}
+        wrong = {name: error for name, error in errors.items() if not error <= limits.get(name, TOLERANCE[case.dtype])}
         assert not wrong, f"on rank {rank} of {case}"

@@ -172,13 +172,9 @@ def test_a_hook_may_resize_keep_and_overwrite_its_buffer():
 
 @pytest.mark.parametrize("kind", list(DDPCommHookType), ids=lambda kind: kind.name)
 def test_all_of_torchs_hook_types_register_and_train(kind: DDPCommHookType):
-    state = None
-    if kind is DDPCommHookType.POST_LOCAL_SGD:
-        state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=100)
-
     def program(rank: int) -> bool:
         model = ddp(net())
-        register_ddp_comm_hook(kind, model, state)
+        register_ddp_comm_hook(kind, model)
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
         for _ in range(4):
             optimizer.zero_grad()
