@@ -8,8 +8,8 @@ change nothing, so that a rank which only follows the collectives of the others 
 Within a rank, the deviations are from the float32 mean and the mean of the deviations corrects it: exact
 where E[x^2] - E[x]^2 loses its digits, and two to six times as fast as `torch.var_mean` on the CPU. What is
 summed is summed over the spatial dimensions first, then over the batch, because the CPU sums pairwise only
-within one dimension. Between ranks all is in float64, whatever the input's type. Intermediate results as large
-as the input are made piece by piece: fresh memory costs more than the arithmetic.
+within one dimension. Between ranks all is in float64, whatever the input's type. Intermediate results as
+large as the input are made piece by piece: fresh memory costs more than the arithmetic.
 
 Backward. With d = input - mean and sums over all ranks, count n,
 
@@ -17,8 +17,8 @@ Backward. With d = input - mean and sums over all ranks, count n,
                                                                   slope  = -scale / std^2 x sum(grad x d) / n
                                                                   offset = -scale x sum(grad) / n
 
-which is done in one buffer where no second derivative is asked for. Under `create_graph`, the same sums are made of
-differentiable operations, and the moments, which forward took as numbers, become functions of the input
+which is done in one buffer where no second derivative is asked for. Under `create_graph`, the same is made
+of differentiable operations, and the moments, which forward took as numbers, become functions of the input
 again. Both ways a backward is one all-reduce; the backward of a backward is two.
 
 The gradients of weight and bias are of the local batch: to average them is the job of whoever does so for
@@ -65,7 +65,12 @@ def moments_of_all_ranks(input: Tensor, group: dist.ProcessGroup) -> Moments:
 
 
 def normalize(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Moments, eps: float, group: dist.ProcessGroup
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    moments: Moments,
+    eps: float,
+    group: dist.ProcessGroup,
 ) -> Tensor:
     """Normalise a batch with the moments of all ranks; differentiable, as a function of all ranks' inputs.
 
@@ -100,7 +105,8 @@ class _Normalize(Function):
         gradients = _differentiable_gradients if torch.is_grad_enabled() else _gradients
         of_input, of_weight, of_bias = gradients(ctx, grad)
         _, needs_weight, needs_bias, *others = ctx.needs_input_grad
-        return of_input, of_weight if needs_weight else None, of_bias if needs_bias else None, *[None] * len(others)
+        of_weight, of_bias = of_weight if needs_weight else None, of_bias if needs_bias else None
+        return of_input, of_weight, of_bias, *[None] * len(others)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:

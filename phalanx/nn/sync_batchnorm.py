@@ -1,7 +1,8 @@
 """SyncBatchNorm: batch normalisation over the batches of all ranks, as if one process had the whole batch.
 
-The module keeps torch's attributes, buffers and rules; the arithmetic, and what the ranks tell one another, is
-in batch_norm_function.py. On one rank, without torch.distributed and in eval mode it is torch's own BatchNorm.
+The module keeps torch's attributes, buffers and rules; the arithmetic, and what the ranks tell one another,
+is in batch_norm_function.py. On one rank, without torch.distributed and in eval mode it is torch's own
+BatchNorm.
 """
 
 from __future__ import annotations
@@ -68,9 +69,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 dist.get_rank(),
             )
         if not input.is_floating_point():
-            raise MisuseError(
-                f"SyncBatchNorm got an input of {input.dtype}", "an input of a floating-point type", dist.get_rank()
-            )
+            what = f"SyncBatchNorm got an input of {input.dtype}"
+            raise MisuseError(what, "an input of a floating-point type", dist.get_rank())
 
     def _forward_on_all_ranks(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         tracked = self.track_running_stats and self.running_mean is not None
@@ -135,7 +135,10 @@ def _uncompiled(forward: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor
 
 
 def _convert(
-    cls: type[SyncBatchNorm], module: nn.Module, group: dist.ProcessGroup | None, done: dict[nn.Module, nn.Module]
+    cls: type[SyncBatchNorm],
+    module: nn.Module,
+    group: dist.ProcessGroup | None,
+    done: dict[nn.Module, nn.Module],
 ) -> nn.Module:
     if module in done:
         return done[module]
@@ -157,9 +160,8 @@ def _layer_for(cls: type[SyncBatchNorm], old: _BatchNorm, group: dist.ProcessGro
             f"convert_sync_batchnorm of {type(old).__name__}, whose number of channels is not known yet",
             "call the model once on a batch, then convert it",
         )
-    new = cls(
-        old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, group, bias=old.bias is not None
-    )
+    options = old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats
+    new = cls(*options, group, bias=old.bias is not None)
     if old.affine:
         new.weight, new.bias = old.weight, old.bias
     new.running_mean, new.running_var = old.running_mean, old.running_var
@@ -178,7 +180,7 @@ class _Ranks:
 
     @classmethod
     def of(cls, group: Any) -> Any:
-        """Return the ranks of a group, None for one that is closed, and as they are things that are no group."""
+        """Return the ranks of a group, None for one that is closed, and anything else as it is."""
         if not isinstance(group, dist.ProcessGroup):
             return group
         ranks = c10d._world.pg_group_ranks.get(group)

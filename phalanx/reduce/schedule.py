@@ -86,7 +86,7 @@ class Schedule:
         rounds, held = [Round(everything - local - governed)], set()
         for ledger, policy in enumerate(self.policies, 1):
             policy.flushes += 1
-            if policy.every == NEVER:
+            if policy.every == NEVER or not policy.members - local:
                 continue
             if policy.every == ALWAYS or policy.flushes % int(policy.every) == 0:
                 rounds.append(Round(policy.members - local, ledger))
@@ -97,7 +97,7 @@ class Schedule:
     def round_of(self, members: frozenset[int] | None) -> Round:
         """The round of another rank's flush, by its members."""
         for ledger, policy in enumerate(self.policies, 1):
-            if members is not None and members <= policy.members:
+            if members and members <= policy.members:
                 return Round(members, ledger)
         return Round(members)
 

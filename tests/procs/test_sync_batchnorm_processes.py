@@ -17,8 +17,16 @@ SIZES = [(3, 5), (0, 8), (7, 1)]
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 4 * 4, 3), nn.BatchNorm1d(3, momentum=None)).double()
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.Linear(4 * 4 * 4, 3),
+        nn.BatchNorm1d(3, momentum=None),
+    ).double()
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Batches, their splits over ranks, and one BatchNorm over the whole batch that SyncBatchNorm is compared with."""
+"""Batches, their splits over ranks, and the one BatchNorm over a whole batch that they are compared with."""
 
 from __future__ import annotations
 
@@ -108,6 +108,7 @@ def relative(actual: Tensor, expected: Tensor, scale: Tensor | None = None) -> f
 def check(case: Case) -> None:
     for rank, errors in enumerate(run(len(case.sizes), errors_on_a_rank, case)):
         # The statistics are in float32 where the batch is in half precision.
-        limits = {name: min(1e-6, TOLERANCE[case.dtype]) for name in errors if name.startswith("running")}
-        wrong = {name: error for name, error in errors.items() if not error <= limits.get(name, TOLERANCE[case.dtype])}
+        limit = TOLERANCE[case.dtype]
+        limits = {name: min(1e-6, limit) if name.startswith("running") else limit for name in errors}
+        wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
         assert not wrong, f"on rank {rank} of {case}"

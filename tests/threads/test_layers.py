@@ -1,0 +1,173 @@
+"""Synchronisation per layer and buffer policies, over threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import phalanx
+from phalanx import DistributedDataParallel
+from phalanx.testing import run
+
+
+class Two(nn.Module):
+    """An encoder and a head of one weight each, both 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        nn.init.ones_(self.encoder.weight)
+        nn.init.ones_(self.head.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x) + self.head(x)
+
+
+def wrapped() -> tuple[DistributedDataParallel, nn.Parameter, nn.Parameter]:
+    ddp = DistributedDataParallel(Two())
+    return ddp, ddp.module.encoder.weight, ddp.module.head.weight
+
+
+def test_no_sync_with_a_pattern_keeps_these_local_and_loses_nothing() -> None:
+    def program(rank: int) -> None:
+        ddp, encoder, head = wrapped()
+        x = torch.ones(1, 1) * (rank + 1)
+        with ddp.no_sync("encoder.*"):
+            ddp(x).sum().backward()
+        assert encoder.grad.item() == rank + 1
+        assert head.grad.item() == 1.5
+        ddp(x).sum().backward()
+        assert encoder.grad.item() == 3.0  # the mean of each rank's two steps
+        assert head.grad.item() == 3.0  # 1.5 kept, and 1.5 more
+
+    run(2, program)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_policy_holds_gradients_back_and_synchronises_their_sum(ranks: int) -> None:
+    def program(rank: int) -> None:
+        ddp, encoder, head = wrapped()
+        ddp.sync_policy("encoder", every=3)
+        mean = sum(range(1, ranks + 1)) / ranks
+        for step in range(1, 10):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 1) * (rank + 1) * step).sum().backward()
+            assert head.grad.item() == pytest.approx(mean * step)
+            if step % 3:
+                assert encoder.grad is None
+            else:
+                assert encoder.grad.item() == pytest.approx(mean * (step + step - 1 + step - 2))
+
+    run(ranks, program)
+
+
+def test_a_held_gradient_is_weighed_by_all_items_it_holds() -> None:
+    def program(rank: int) -> None:
+        ddp, encoder, head = wrapped()
+        ddp.sync_policy("encoder.*", every=2)
+        counts = [[1, 2], [3, 5]]  # items by rank and step
+        for step in range(2):
+            ddp.zero_grad()
+            items = torch.ones(counts[rank][step], 1) * (rank + 1) * (step + 1)
+            ddp.weigh(ddp(items).mean(), len(items)).backward()
+            here = [(counts[r][step], (r + 1) * (step + 1)) for r in range(2)]
+            assert head.grad.item() == pytest.approx(sum(n * v for n, v in here) / sum(n for n, _ in here))
+        every = [(counts[r][s], (r + 1) * (s + 1)) for r in range(2) for s in range(2)]
+        assert encoder.grad.item() == pytest.approx(sum(n * v for n, v in every) / sum(n for n, _ in every))
+
+    run(2, program)
+
+
+def test_never_keeps_gradients_local_and_visible() -> None:
+    def program(rank: int) -> None:
+        ddp, encoder, head = wrapped()
+        ddp.sync_policy("encoder", "never")
+        ddp(torch.ones(1, 1) * (rank + 1)).sum().backward()
+        assert (encoder.grad.item(), head.grad.item()) == (rank + 1, 1.5)
+
+    run(2, program)
+
+
+def test_ranks_that_disagree_about_a_policy_are_told_so() -> None:
+    def program(rank: int) -> None:
+        ddp, _, _ = wrapped()
+        if rank == 0:
+            ddp.sync_policy("encoder", every=2)
+        with pytest.raises(phalanx.RankMismatchError, match="sync_policy"):
+            ddp(torch.ones(1, 1)).sum().backward()
+
+    run(2, program)
+
+
+def test_explain_says_what_is_local_since_when() -> None:
+    def program(rank: int) -> str:
+        ddp, _, _ = wrapped()
+        x = torch.ones(1, 1)
+        ddp(x).sum().backward()
+        with ddp.no_sync("head"):
+            ddp(x).sum().backward()
+            ddp(x).sum().backward()
+        return ddp.explain()
+
+    said = run(2, program)[0].splitlines()
+    assert "encoder.weight" in said[1] and "synchronised, at synchronisation 3 of 3" in said[1]
+    assert "head.weight" in said[2] and "local, holds 2 micro-steps since synchronisation 1" in said[2]
+
+
+@pytest.mark.parametrize("call", ["no_sync", "sync_policy", "buffer_policy"])
+def test_a_pattern_that_matches_nothing_is_refused(call: str) -> None:
+    def program(rank: int) -> None:
+        ddp, _, _ = wrapped()
+        with pytest.raises(phalanx.MisuseError, match="'decoder' matches no"):
+            if call == "no_sync":
+                with ddp.no_sync("decoder"):
+                    pass
+            elif call == "sync_policy":
+                ddp.sync_policy("decoder", every=2)
+            else:
+                ddp.buffer_policy("decoder", "mean")
+
+    run(2, program)
+
+
+def test_averaged_buffers_are_those_of_the_pooled_data() -> None:
+    def program(rank: int) -> None:
+        torch_one = nn.BatchNorm1d(2)
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+        ddp = DistributedDataParallel(model)
+        ddp.buffer_policy("*", "mean")
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            x = torch.randn(8, 2, generator=generator) + 3 * rank
+            ddp(x).sum().backward()
+            halves = [torch.zeros_like(x) for _ in range(2)]
+            dist.all_gather(halves, x)
+            torch_one(torch.cat(halves))
+        assert torch.allclose(model[0].running_mean, torch_one.running_mean, atol=1e-6)
+        assert model[0].num_batches_tracked.item() == 3
+        both = [torch.zeros(2) for _ in range(2)]
+        dist.all_gather(both, model[0].running_var)
+        assert torch.equal(*both)
+
+    run(2, program)
+
+
+def test_by_default_buffers_are_those_of_rank_zero() -> None:
+    def program(rank: int) -> None:
+        model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+        ddp = DistributedDataParallel(model)
+        own = nn.BatchNorm1d(1)
+        for step in range(2):
+            x = torch.full((4, 1), float(rank + step)) + torch.arange(4.0)[:, None]
+            if rank == 0:
+                own(x)
+            ddp(x).sum().backward()
+        ddp(x)  # this forward brings the buffers in line before it updates them
+        kept = [torch.zeros(1) for _ in range(2)]
+        dist.all_gather(kept, own.running_mean)
+        begun = kept[0] * 0.9 + 0.1 * x.mean()
+        assert torch.allclose(model[0].running_mean, begun)
+
+    run(2, program)
