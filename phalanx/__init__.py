@@ -17,6 +17,7 @@ _HOMES = {
     "CollectiveTimeoutError": "phalanx.errors",
     "DistributedDataParallel": "phalanx.parallel.ddp",
     "DistributedSampler": "phalanx.data.sampler",
+    "ExhaustedError": "phalanx.errors",
     "InternalError": "phalanx.errors",
     "Join": "phalanx.parallel.join",
     "MisuseError": "phalanx.errors",

@@ -7,6 +7,7 @@
       |    +- PeerLostError      a rank's process ended or cannot be reached
       |    +- PeerFailedError    a rank raised an exception
       +- CollectiveTimeoutError  somebody is late: the group's timeout has passed
+      +- ExhaustedError          join(throw_on_early_termination=True): a rank has run out of data
       +- InternalError           us: please report it
 
 Each class builds its sentence from typed fields, so that programs read fields and people read text.
@@ -106,8 +107,14 @@ class CollectiveTimeoutError(PhalanxError):
     def __init__(self, call: str, missing: Sequence[int], rank: int, seconds: float, detail: str = "") -> None:
         self.call, self.missing, self.rank, self.seconds = call, list(missing), rank, seconds
         verb = "has" if len(self.missing) == 1 else "have"
-        text = f"[rank {rank}] {call} has waited {seconds:.3g} s: {_ranks(self.missing)} {verb} not arrived"
+        # "Timed out waiting 1000ms " is how c10d says it: code matches on that.
+        waited = f"Timed out waiting {seconds * 1000:.0f}ms"
+        text = f"[rank {rank}] {call}: {waited} for {_ranks(self.missing)}, which {verb} not arrived"
         super().__init__(text + (f"\n{detail}" if detail else ""))
+
+
+class ExhaustedError(PhalanxError):
+    """A rank has run out of data, and the user wants all to stop then. Raised on every rank, with torch's texts."""
 
 
 class InternalError(PhalanxError):

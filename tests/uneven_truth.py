@@ -99,7 +99,10 @@ def _micro_step(
     if not used:
         return
     batches = [case.batch(rank, i, torch.float64) for rank, i in used]
-    side = torch.cat([torch.full((len(batch[0]),), float(p in case.branches)) for p, batch in zip(used, batches)])
+    side = torch.cat([
+        torch.full((len(inputs),), float(place in case.branches))
+        for place, (inputs, _) in zip(used, batches, strict=True)
+    ])  # fmt: skip
     outputs = net(torch.cat([inputs for inputs, _ in batches]), side.double())
     parts = outputs.split([len(inputs) for inputs, _ in batches])
     losses = [

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from phalanx.errors import CollectiveTimeoutError, InternalError, MisuseError, RankMismatchError
+from phalanx.errors import CollectiveTimeoutError, ExhaustedError, InternalError, MisuseError, RankMismatchError
 from phalanx.group import call_site, dtypes, rank_zero_block, ticket
 from phalanx.group.links import COMMIT, DESCRIBE, HEADER, TICKET, Link, Switchboard
 from phalanx.group.ticket import SIGNATURE, Operation
@@ -129,7 +129,7 @@ class Group:
         if not active or not following:
             return
         if self.throws_when_joined and self.rank in active:
-            raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+            raise ExhaustedError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
         call = ticket.decode(got[active[0]])
         rooted = call.operation in (Operation.BROADCAST, Operation.SCATTER) and call.tag == 0
         if call.operation in _NOT_TO_FOLLOW or (rooted and call.root in following):

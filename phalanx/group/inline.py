@@ -6,6 +6,7 @@ a fraction of torch's at this size.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -28,35 +29,36 @@ _FUNCTIONS: dict[Reduction, Callable[..., Any]] = {
     Reduction.MIN: np.minimum,
     Reduction.MAX: np.maximum,
 }
-_DTYPES = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8}
-_CODES = {torch.empty(0, dtype=dtype).numpy().dtype: CODES[dtype] for dtype in _DTYPES}
+_NUMPY = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.uint8: np.dtype(np.uint8),
+}
 
 
 def suits(dtype: torch.dtype, count: int, reduction: Reduction) -> bool:
     """Whether an all-reduce goes inline: decided by what all ranks agree on, and by nothing else."""
-    return reduction in _FUNCTIONS and dtype in _DTYPES and 0 < count * dtype.itemsize <= _LARGEST_BYTES
+    return reduction in _FUNCTIONS and dtype in _NUMPY and 0 < count * dtype.itemsize <= _LARGEST_BYTES
 
 
 def reduce(core: Group, tensor: torch.Tensor, reduction: Reduction) -> bool:
     """All-reduce a tensor inline if it suits and lies plainly in this process's memory; else return False."""
-    try:
-        array = tensor.numpy()
-    except (RuntimeError, TypeError):  # on a device, with a graph, sparse, conjugated, a dtype numpy has not
+    count, dtype = tensor.numel(), tensor.dtype
+    if not suits(dtype, count, reduction) or tensor.layout is not torch.strided or not tensor.is_cpu:
         return False
-    code = _CODES.get(array.dtype)
-    function = _FUNCTIONS.get(reduction)
-    if code is None or function is None or not 0 < array.nbytes <= _LARGEST_BYTES:
+    if not tensor.is_contiguous() or tensor.is_neg():
         return False
-    if not array.flags.c_contiguous:
-        return False
-    mine = array.reshape(-1)
-    wire = ticket.plain(Operation.ALL_REDUCE, reduction, code, mine.size, -1, TAG) + mine.tobytes()
+    # By address, not by tensor.numpy(): that would make the user's storage refuse to be resized for ever.
+    size = count * dtype.itemsize
+    mine = np.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), _NUMPY[dtype])
+    wire = ticket.plain(Operation.ALL_REDUCE, reduction, CODES[dtype], count, -1, TAG) + mine.tobytes()
     with core.lock:
         got = core.tickets(wire)
-        parts = [
-            np.frombuffer(each, mine.dtype, mine.size, ticket.HEAD_BYTES) for each in got if not ticket.follows(each)
-        ]
+        parts = [np.frombuffer(each, mine.dtype, count, ticket.HEAD_BYTES) for each in got if not ticket.follows(each)]
     if len(parts) > 1:
+        function = _FUNCTIONS[reduction]
         function(parts[0], parts[1], out=mine)
         for part in parts[2:]:
             function(mine, part, out=mine)

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 
 from phalanx.errors import MisuseError
-from phalanx.group import world
+from phalanx.group import ticket, world
 from phalanx.group.process_group import PhalanxProcessGroup, for_process_group
 from phalanx.parallel import buffers
 from phalanx.parallel.in_backward import InBackwardOptimizers
@@ -34,7 +34,7 @@ from phalanx.reduce.backward import current_task
 from phalanx.reduce.bucket import HookRunner
 from phalanx.reduce.model import sparse_parameters
 from phalanx.reduce.reducer import Reducer
-from phalanx.reduce.watch import Local
+from phalanx.reduce.watch import Local, weakly
 
 
 class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.DistributedDataParallel):
@@ -118,12 +118,12 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         self.modules_buffers: list[torch.Tensor] = []
         named = self._trainable()
         self._reducer = Reducer(
-            group, named, sparse_parameters(self.module), self.options.caps, self._local_now
+            group, named, sparse_parameters(self.module), self.options.caps, weakly(self._local_now)
         )
         self._start_surface()
         self._remember_structure()
-        self._reducer.on_build = self._make_broadcaster
-        self._reducer.after_flush.append(self._average_buffers)
+        self._reducer.on_build = weakly(self._make_broadcaster)
+        self._reducer.after_flush.append(weakly(self._average_buffers))
 
     def _make_broadcaster(self) -> None:
         tag = self._reducer.tag // 128 * 128 + (1 << 63)
@@ -201,8 +201,11 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         buffers.broadcast(self._group, tensors + (self.modules_buffers if with_buffers else []), root)
 
     def _sync_final_model(self, root: int) -> None:
-        """Give every rank the model of `root`, after ranks have done different numbers of steps."""
+        """Give every rank the model and gradients of `root`, after different numbers of steps."""
         self._broadcast_module(root, with_buffers=self.forward_sync_buffers)
+        size = len(self._reducer.named)
+        said = self._group.core.exchange(ticket.bits(self._reducer.shown(), size))
+        buffers.broadcast(self._group, self._reducer.show_only(ticket.members(said[root])), root)
 
     # -- forward -------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 
-from phalanx.errors import MisuseError
+from phalanx.errors import ExhaustedError, MisuseError
 from phalanx.group.follow import Follower
 from phalanx.group.ticket import Operation, State, Ticket
 from phalanx.parallel.wrapped import Wrapped
@@ -81,6 +81,8 @@ class Join(TorchJoin):
         if not self._enable:
             return
         try:
+            if isinstance(error, ExhaustedError):
+                return  # every rank raises it: no failure of this one
             if error is not None:
                 # Even if the caller catches it: nobody is to wait for this rank in a loop that it has left.
                 self._group.announce_failure(error)
@@ -115,7 +117,7 @@ class Join(TorchJoin):
                     fewest = min(t.count for t in tickets)
                     return max(rank for rank, t in enumerate(tickets) if t.count == fewest)
             elif self._throw:
-                raise RuntimeError(f"Rank {self._core.rank} exhausted all inputs.")
+                raise ExhaustedError(f"Rank {self._core.rank} exhausted all inputs.")
             followed += 1
             if self._ends_a_step(tickets):
                 for hook in self._hooks:

@@ -133,7 +133,7 @@ class Layers(Wrapped):
     def _average_buffers(self) -> None:
         """After a synchronised step. A rank that only followed it contributes nothing."""
         averaged = self._buffers_with("mean")
-        if averaged:
+        if averaged and self._reducer.runners:
             buffers.average(self._group, averaged, self._group.core.rank in self._reducer.runners)
 
     def explain(self) -> str:

@@ -6,6 +6,7 @@ Phalanx does not have is answered from the reducer's plan and statistics.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocati
 from phalanx.parallel import buffers
 from phalanx.parallel.logging_data import LoggingData
 from phalanx.parallel.wrapped import Wrapped
+from phalanx.reduce.watch import weakly
 
 _BROADCAST_BUCKET_BYTES = 250 << 20
 
@@ -53,14 +55,14 @@ class TorchSurface(Wrapped):
 
     def _start_surface(self) -> None:
         """Set what belongs to this process; called before the reducer is built."""
-        self._surface = ReducerSurface(self)  # type: ignore[arg-type]
-        self._logging = LoggingData(self)  # type: ignore[arg-type]
+        self._surface = ReducerSurface(weakref.proxy(self))  # type: ignore[arg-type]
+        self._logging = LoggingData(weakref.proxy(self))  # type: ignore[arg-type]
         self._buffer_futures: list[torch.futures.Future] = []
         self._authoritative_rank = 0
-        self._reducer.after_flush.append(self._wait_for_buffer_hooks)
-        self._reducer.after_flush.append(self._sync_buffers_after_skip)
+        self._reducer.after_flush.append(weakly(self._wait_for_buffer_hooks))
+        self._reducer.after_flush.append(weakly(self._sync_buffers_after_skip))
         self._reducer.after_flush.append(self._logging.backward_ended)
-        self._reducer.after_flush.append(self._check_static_graph)
+        self._reducer.after_flush.append(weakly(self._check_static_graph))
         self._first_used: frozenset[int] | None = None
         self._graph_changed = False
 

@@ -61,8 +61,9 @@ class HookRunner:
         views: Sequence[torch.Tensor | None],
         used: Sequence[int],
         scales: Sequence[float],
+        takes: bool = True,
     ) -> None:
-        """Launch all buckets in order, then wait for them in order."""
+        """Launch all buckets in order, then wait for them in order; put the results in place if `takes`."""
         wanted = set(used)
         buckets = [bucket for bucket in plan.buckets if not wanted.isdisjoint(bucket.members)]
         # A hook averages over the ranks as torch's do; other weights go in beforehand.
@@ -84,7 +85,9 @@ class HookRunner:
             )
             launched.append((bucket, buffer, self._launch(given)))
         for bucket, buffer, future in launched:
-            self._place(plan, memory, bucket, wanted, self._result(bucket, buffer, future.wait()))
+            result = self._result(bucket, buffer, future.wait())
+            if takes:
+                self._place(plan, memory, bucket, wanted, result)
 
     def _launch(self, bucket: GradBucket) -> torch.futures.Future:
         future = self.hook(self.state, bucket)

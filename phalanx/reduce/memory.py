@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.reduce.plan import Plan
 from phalanx.transport.backend import BackendGradients
+from phalanx.transport.protocol import Fence
 from phalanx.transport.shm import SharedGradients
 
 
@@ -20,9 +21,9 @@ class Gradients(Protocol):
     own: list[torch.Tensor]
 
     def reduce(
-        self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Callable[[], object]
+        self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Fence, takes: bool
     ) -> None:
-        """Replace `spans` (k, start, stop) of every rank by the scaled sum over ranks; ends with a fence."""
+        """Replace `spans` (k, start, stop) by the scaled sum over ranks, here only if `takes`."""
 
 
 class Memory:
@@ -59,12 +60,12 @@ class Memory:
         return flat.as_strided(like.shape, dense_strides(like), flat.storage_offset())
 
     def reduce(
-        self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Callable[[], object]
+        self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Fence, takes: bool = True
     ) -> None:
         """See Gradients.reduce; `spans` name the plan's regions."""
         for store, places in self._stores:
             mine = [(places[region], start, stop) for region, start, stop in spans if region in places]
-            store.reduce(mine, scales, fence)
+            store.reduce(mine, scales, fence, takes)
 
 
 def _make_store(

@@ -36,7 +36,7 @@ from phalanx.reduce.places import Places
 from phalanx.reduce.plan import Plan, fingerprint, make_plan
 from phalanx.reduce.schedule import Round, Schedule
 from phalanx.reduce.statistics import Statistics
-from phalanx.reduce.watch import Local, Watch
+from phalanx.reduce.watch import Local, Watch, weakly
 from phalanx.reduce.weights import Weights, scales
 from phalanx.transport.protocol import Fence
 
@@ -74,7 +74,7 @@ class Reducer:
         self.stale = True
         self.produced: set[int] = set()  # not synchronised since they were produced
         self.named: list[tuple[str, torch.nn.Parameter]] = []
-        self.watch = Watch(self._begins, self._ended)
+        self.watch = Watch(weakly(self._begins), weakly(self._ended))
         self._local_now, self._sparse_names = local_now, sparse_names
         self._places: Places | None = None
         self._number = self._tag = -1
@@ -213,20 +213,22 @@ class Reducer:
         for call in self.after_flush:
             call()
 
-    def _reduce(self, used: Sequence[int], factors: list[float], fence: Fence) -> None:
+    def _reduce(self, used: Sequence[int], factors: list[float], fence: Fence, takes: bool = True) -> None:
         if self.comm_hook is None and (self.group.core.size > 1 or factors != [1.0]):
             whole = len(used) == len(self.named)
-            self._built().memory.reduce(self.plan.whole() if whole else self.plan.spans(used), factors, fence)
+            self._built().memory.reduce(self.plan.whole() if whole else self.plan.spans(used), factors, fence, takes)
 
-    def _complete(self, used: Sequence[int], factors: list[float], foreign: Sequence[int], each: Round) -> None:
+    def _complete(
+        self, used: Sequence[int], factors: list[float], foreign: Sequence[int], each: Round, takes: bool = True
+    ) -> None:
         """What needs no common fence: communication hooks, sparse gradients, handing the results out."""
         places = self._built()
         if self.comm_hook is not None:
-            self.comm_hook.run(self.plan, places.memory, self.parameters, places.views, used, factors)
+            self.comm_hook.run(self.plan, places.memory, self.parameters, places.views, used, factors, takes)
         for index in self._sparse:
             if index in used:
-                sparse.reduce(self.group, self.parameters[index], factors)
-        if len(used) != len(self.named) or places.held or places.hidden:
+                sparse.reduce(self.group, self.parameters[index], factors, takes)
+        if takes and (len(used) != len(self.named) or places.held or places.hidden):
             places.held.difference_update(used)
             places.show(used)
         places.hand_out(used, foreign)
@@ -319,22 +321,38 @@ class Reducer:
         places = self._built()
         fence()  # where those in the flush have exchanged tickets
         used, factors = self._agreed(got)
-        foreign = places.foreign_among(used)
-        self._reduce(used, factors, fence)
-        places.show(used)
+        own = self._as_contribution(ticket.decode(got[self.group.core.rank]))
+        takes = own.state is not State.JOINED  # a rank out of data keeps the gradients that it has
+        foreign = places.foreign_among(used) if takes else []
+        self._reduce(used, factors, fence, takes)
+        if takes:
+            places.show(used)
         mask = next((t.extra for t in map(ticket.decode, got) if t.operation is Operation.GRADIENTS), b"")
         each = self.schedule.round_of(frozenset(ticket.members(mask)) if mask else None)
-        return partial(self._followed, used, factors, foreign, each, started)
+        return partial(self._followed, used, factors, foreign, each, started, takes)
 
     def _followed(
-        self, used: Sequence[int], factors: list[float], foreign: Sequence[int], each: Round, started: float
+        self, used: Sequence[int], factors: list[float], foreign: Sequence[int], each: Round, started: float, takes: bool
     ) -> None:
-        self._complete(used, factors, foreign, each)
+        self._complete(used, factors, foreign, each, takes)
         self.schedule.followed(each)
         self.weights.leave(bool(self.produced))
         self.statistics.flushed(started, self.plan)
         for call in self.after_flush:
             call()
+
+    def shown(self) -> list[int]:
+        """The parameters that show a dense gradient."""
+        return [i for i, p in enumerate(self.parameters) if p.grad is not None and p.grad.layout is torch.strided]
+
+    def show_only(self, shown: Iterable[int]) -> list[torch.Tensor]:
+        """Have exactly these show a dense gradient, whatever is in it; return those gradients."""
+        wanted = set(shown)
+        for index in self.shown():
+            if index not in wanted:
+                self.parameters[index].grad = None
+        self._built().show(wanted)
+        return [self.parameters[index].grad for index in self.shown()]
 
     def _register(self) -> None:
         """Have the group hand flushes with our tag to us, for as long as we live."""

@@ -13,7 +13,9 @@ from phalanx.group.ticket import Operation
 from phalanx.transport.reductions import Reduction
 
 
-def reduce(group: PhalanxProcessGroup, parameter: torch.nn.Parameter, scales: Sequence[float]) -> None:
+def reduce(
+    group: PhalanxProcessGroup, parameter: torch.nn.Parameter, scales: Sequence[float], takes: bool = True
+) -> None:
     """Replace the gradient of `parameter` by the scaled sum over ranks. Every rank, same order.
 
     A rank without a gradient contributes nothing. If some rank's gradient is dense, the result is dense.
@@ -29,7 +31,8 @@ def reduce(group: PhalanxProcessGroup, parameter: torch.nn.Parameter, scales: Se
         wire = ticket.plain(Operation.ALL_REDUCE, Reduction.SUM, CODES[whole.dtype], whole.numel(), -1)
         with core.collective(wire) as fence:
             group.transport.reduce(whole, Reduction.SUM, -1, fence)
-        parameter.grad = whole
+        if takes:
+            parameter.grad = whole
         return
     rows = max(heard)
     width = parameter.shape[1:].numel()
@@ -39,13 +42,16 @@ def reduce(group: PhalanxProcessGroup, parameter: torch.nn.Parameter, scales: Se
         indices[: mine._nnz()] = mine.indices()[0]
         values[: mine._nnz()] = mine.values().reshape(-1, width) * scales[core.rank]
     all_indices, all_values = _gather(group, indices), _gather(group, values)
-    parameter.grad = torch.sparse_coo_tensor(
+    total = torch.sparse_coo_tensor(
         torch.cat([part[:count] for part, count in zip(all_indices, heard, strict=True)])[None],
         torch.cat([part[:count] for part, count in zip(all_values, heard, strict=True)]).reshape(
             -1, *parameter.shape[1:]
         ),
         parameter.shape,
+        check_invariants=False,
     ).coalesce()
+    if takes:
+        parameter.grad = total
 
 
 def _gather(group: PhalanxProcessGroup, tensor: torch.Tensor) -> list[torch.Tensor]:

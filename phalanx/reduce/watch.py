@@ -22,6 +22,21 @@ Local = frozenset[int]
 """Which parameters stay local, by number."""
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a bound method as long as its object lives, without keeping it alive.
+
+    What a wrapped model owns must not own it: a cycle would leave a dropped wrapper at work until the garbage
+    collector comes by, at another time on every rank.
+    """
+    ref = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        living = ref()
+        return None if living is None else living(*arguments)
+
+    return call
+
+
 class Watch:
     """The hooks on some parameters.
 

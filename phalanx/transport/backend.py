@@ -212,7 +212,9 @@ class BackendGradients:
             torch.zeros(count, dtype=dtype, device=device) for dtype, count in layout
         ]
 
-    def reduce(self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Fence) -> None:
+    def reduce(
+        self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Fence, takes: bool = True
+    ) -> None:
         """Replace `spans` (region, start, stop) of every rank by sum(scale[r] x region of r).
 
         A rank of scale 0 is not read. Equal scales scale the sum, so that it is rounded once.
@@ -229,7 +231,7 @@ class BackendGradients:
             self._transport.reduce(total, Reduction.SUM, -1, fence)
             totals.append(total)
         fence()
-        for (region, start, stop), total in zip(spans, totals, strict=True):
+        for (region, start, stop), total in zip(spans, totals, strict=True) if takes else ():
             if even:
                 scale_into(total, scale, total)
             self.own[region][start:stop].copy_(total)

@@ -200,16 +200,19 @@ class SharedGradients:
         """How large the arena must be for `size` ranks."""
         return (size + 1) * sum(_aligned(count * dtype.itemsize) for dtype, count in layout)
 
-    def reduce(self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Fence) -> None:
+    def reduce(
+        self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Fence, takes: bool = True
+    ) -> None:
         """Replace `spans` (region, start, stop) of every rank by sum(scale[r] x slot of r), in rank order.
 
-        A rank of scale 0 is not read. Equal scales are applied to the sum, so that it is rounded once.
+        A rank of scale 0 is not read. Equal scales are applied to the sum, so that it is rounded once. A rank
+        that does not take the result keeps what it has.
         """
         moves = self._moves(tuple(spans), tuple(scales))
         for parts, given, target, _, _, _ in moves:
             weighted_sum(parts, given, target)
         fence()
-        for _, _, _, own, result, left in moves:
+        for _, _, _, own, result, left in moves if takes else ():
             if left == 1.0:
                 own.copy_(result)
             else:

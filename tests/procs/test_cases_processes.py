@@ -28,6 +28,7 @@ def step(number):
         END
     model(torch.ones(2, 4)).sum().backward()
 """
+SIX_STEPS = "for number in range(6): step(number)\n"
 
 
 class Breaks(torch.autograd.Function):
@@ -56,7 +57,8 @@ def train(rank: int, faults: Faults) -> float:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.number += 1
             number = self.number
-            return self.second(Breaks.apply(self.first(x), lambda: faults.point(rank, number, Point.BEFORE_REDUCE)))
+            hidden = Breaks.apply(self.first(x), lambda: faults.point(rank, number, Point.BEFORE_REDUCE))
+            return self.second(hidden)
 
     model = DistributedDataParallel(Net())
     for _ in range(6):
@@ -92,7 +94,7 @@ def test_case_26_a_rank_raises_in_the_middle_of_a_step(tmp_path: Path):
 
 
 def test_case_26_the_launcher_shows_the_failing_ranks_traceback_and_exits_with_its_code(launch: Launch):
-    code = TRAIN.replace("END", "raise ValueError('bad batch 3')") + "for number in range(6): step(number)\n"
+    code = TRAIN.replace("END", "raise ValueError('bad batch 3')") + SIX_STEPS
     done = launch.run(code, "-n", "2")
     assert done.returncode == 1
     report = done.stderr[done.stderr.index("rank 1 failed first: ValueError: bad batch 3") :]
@@ -119,7 +121,7 @@ def test_case_27_a_rank_is_killed_in_the_middle_of_a_step(tmp_path: Path):
 
 def test_case_27_under_the_launcher_nothing_is_left(launch: Launch):
     before = set(os.listdir("/dev/shm"))
-    code = MARK + TRAIN.replace("END", "os.kill(os.getpid(), signal.SIGKILL)") + "for number in range(6): step(number)\n"
+    code = MARK + TRAIN.replace("END", "os.kill(os.getpid(), signal.SIGKILL)") + SIX_STEPS
     done = launch.run(code, "-n", "2")
     assert done.returncode == 137
     assert "rank 1 failed first: killed by SIGKILL" in done.stderr

@@ -92,10 +92,12 @@ def running_mean(setting: str, cell: str, whole: bool | None) -> float:
     with contextlib.nullcontext() if whole is None else ddp.join():
         for inputs in micro_batches(cell):
             ddp(tensor(inputs)).sum().backward()
-    with torch.no_grad():
-        ddp(tensor([0.0, 1.0]))  # no step: nothing of it is synchronised
-        norm.eval()
-    return norm.running_mean.item()
+    if whole is not None:
+        return norm.running_mean.item()
+    begins_with: list[float] = []
+    norm.register_forward_pre_hook(lambda *_: begins_with.append(norm.running_mean.item()))
+    ddp(tensor([0.0, 1.0]))
+    return begins_with[0]
 
 
 def program(rank: int, table: list[Row]) -> list[dict[str, float | None]]:
@@ -104,10 +106,13 @@ def program(rank: int, table: list[Row]) -> list[dict[str, float | None]]:
     for row in table:
         cell, setting = row[f"rank {rank}"], row["setting"]
         divisor = 2 if "divided by 2" in setting else 1
-        results.append({
-            name: running_mean(setting, cell, **how) if name == "running mean" else gradient(cell, divisor=divisor, **how)
-            for name, how in settings(row).items() if row[name] != "*do not divide*"
-        })  # fmt: skip
+        got: dict[str, float | None] = {}
+        for name, how in settings(row).items():
+            if name == "running mean":
+                got[name] = running_mean(setting, cell, **how)
+            elif row[name] != "*do not divide*":
+                got[name] = gradient(cell, divisor=divisor, **how)
+        results.append(got)
     return results
 
 

@@ -17,7 +17,7 @@ SAYS = {
     "accumulation.py": "equal to one process on the whole batch",
     "mixed_precision.py": "step 5 left out by every rank",
 }
-RANKS = {1: PYTHON, 2: [*PHALANX, "2"], 3: [*PHALANX, "3"]}
+RANKS = {1: PYTHON, 2: [*PHALANX, "2"]}
 
 
 def ended(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

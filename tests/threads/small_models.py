@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import DistributedDataParallel
-from phalanx.testing import generator, run
+from phalanx.testing import generator, oracle, run
 
 Values = dict[str, Any]
 
@@ -77,3 +77,30 @@ def same_on_all(n: int, program: Callable[..., Any], *args: Any, **keywords: Any
     for rank, result in enumerate(results):
         assert result == results[0], f"rank {rank} has {result}, rank 0 has {results[0]}"
     return results[0]
+
+
+def compare(
+    build: Callable[[], nn.Module], loss: oracle.Loss, batches: list[Any], steps: int = 2, **tolerance: float
+) -> None:
+    """Train `steps` steps on one rank for each batch; every gradient of every step equals the oracle's."""
+
+    def program(rank: int) -> list[oracle.Gradients]:
+        model, seen = ddp(filled(build())), []
+        for _ in range(steps):
+            model.zero_grad()
+            loss(model, batches[rank]).backward()
+            seen.append(oracle.gradients_of(model))
+        return seen
+
+    expected = oracle.gradients(filled(build()), loss, [[batch] for batch in batches])
+    for seen in run(len(batches), program):
+        for gradients in seen:
+            oracle.assert_close(gradients, expected, **tolerance)
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=generator(seed))
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()

@@ -301,18 +301,18 @@ def test_a_raised_backward_keeps_no_listener_alive():
         def backward_ended(self) -> None:
             raise AssertionError("its backward has never ended")
 
-    idle = Idle()
+    idle = [Idle()]
 
     def arm_and_raise(_: Tensor) -> None:
-        backward.arm(idle)
+        backward.arm(idle[0])
         raise ValueError("in the middle")
 
     w = leaf()
     w.register_hook(arm_and_raise)
     with pytest.raises(ValueError, match="in the middle"):
         (3 * w).sum().backward()
-    assert armed() == {idle}
-    del idle
+    assert armed() == set(idle)
+    idle.clear()
     gc.collect()
     assert not armed()
 

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     register_ddp_comm_hook,
 )
-from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _hook_then_optimizer, _OptimizerHookState
+from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks as overlap
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.optim import PostLocalSGDOptimizer, as_functional_optim
 
@@ -51,7 +51,10 @@ def at_once(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]
     return future
 
 
-@pytest.mark.parametrize("hook", [averaging, at_once, default_hooks.allreduce_hook], ids=["future", "at once", "torch's"])
+AVERAGING = {"future": averaging, "at once": at_once, "torch's": default_hooks.allreduce_hook}
+
+
+@pytest.mark.parametrize("hook", AVERAGING.values(), ids=AVERAGING)
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("bucket_cap_mb", [25, 0.0001])
 def test_an_averaging_hook_gives_the_same_gradients(hook, n: int, bucket_cap_mb: float):
@@ -252,8 +255,9 @@ def test_post_local_sgd():
 def test_an_optimizer_that_steps_inside_the_hook():
     def program(rank: int) -> float:
         model = ddp(one())
-        optimizer = as_functional_optim(torch.optim.SGD, lr=1.0)
-        model.register_comm_hook(None, _hook_then_optimizer(default_hooks.allreduce_hook, _OptimizerHookState(optimizer)))
+        state = overlap._OptimizerHookState(as_functional_optim(torch.optim.SGD, lr=1.0))
+        hook = overlap._hook_then_optimizer(default_hooks.allreduce_hook, state)
+        model.register_comm_hook(None, hook)
         model(x_of(rank)).sum().backward()
         return model.module.weight.item()
 

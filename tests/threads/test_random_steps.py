@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def make_plan(seed: int, ranks: int) -> Plan:
     frozen = frozenset(name for name in LAYERS if draw.random() < 0.2)
     at_wrapping = frozen if len(frozen) < len(LAYERS) else frozenset()
     local = False
-    for number in range(draw.randint(3, 7)):
+    for _ in range(draw.randint(3, 7)):
         if draw.random() < 0.3:
             frozen = frozenset(name for name in LAYERS if draw.random() < 0.25)
         if len(frozen) == len(LAYERS):
@@ -228,7 +228,8 @@ def run_plan(rank: int, plan: Plan) -> int:
         try:
             oracle.assert_close(oracle.gradients_of(model), oracle.gradients_of(truth.models[rank]), 1e-9, 1e-12)
         except AssertionError as error:
-            raise AssertionError(f"seed {plan.seed}, {plan.ranks} ranks, step {number}: {error}\n{describe(plan)}") from None
+            where = f"seed {plan.seed}, {plan.ranks} ranks, step {number}"
+            raise AssertionError(f"{where}: {error}\n{describe(plan)}") from None
         if step.update and not step.no_sync:
             for each in (model, *truth.models):
                 update(each)
@@ -310,7 +311,8 @@ def test_the_sequences_contain_what_they_should():
 def test_a_wrong_gradient_is_found():
     """The comparison sees a rank that misses one synchronisation."""
     plan = make_plan(15, 2)
-    wrong = Plan(plan.seed, 2, tuple(Step("plain", s.routes, s.others, "", s.frozen, "none", False, frozenset()) for s in plan.steps), frozenset(), 25)
+    plain = replace(plan.steps[0], kind="plain", no_sync="", reset="none", grad_on=frozenset())
+    wrong = replace(plan, steps=(plain,), frozen_at_wrapping=frozenset())
 
     def program(rank: int) -> None:
         truth = Truth(wrong, filled(Routed().double(), wrong.seed))

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import phalanx
-from phalanx import DistributedDataParallel, MisuseError, PeerFailedError, RankMismatchError, SyncBatchNorm
+from phalanx import DistributedDataParallel, MisuseError, PeerFailedError, RankMismatchError
 from phalanx.testing import Outcome, run
 
 both_divisors = pytest.mark.parametrize("whole", [True, False])
@@ -104,61 +104,6 @@ def test_gradients_of_the_last_step_are_on_every_rank() -> None:
         return grad_of(ddp)
 
     assert run(2, program) == [2.0, 2.0]
-
-
-def test_buffers_are_those_of_the_ranks_still_running() -> None:
-    def program(rank: int) -> dict[str, Any]:
-        torch.manual_seed(rank)
-        ddp = DistributedDataParallel(nn.Sequential(line(), nn.BatchNorm1d(1)))
-        with ddp.join():
-            for _ in range(0 if rank == 0 else 3):
-                ddp(torch.full((2, 1), 4.0) + torch.tensor([[1.0], [-1.0]])).square().sum().backward()
-        return {name: tensor.item() for name, tensor in ddp.module[1].state_dict().items()}
-
-    plain = nn.BatchNorm1d(1)
-    for _ in range(3):
-        plain(torch.tensor([[5.0], [3.0]]))
-    expected = {name: pytest.approx(tensor.item()) for name, tensor in plain.state_dict().items()}
-    assert run(2, program) == [expected] * 2
-
-
-def test_synchronised_statistics_are_those_of_the_ranks_still_running() -> None:
-    """And everything else is what one BatchNorm over the whole batch has."""
-
-    def data(rank: int, step: int) -> Tensor:
-        return torch.randn(2 + rank, 1, 8, generator=torch.Generator().manual_seed(10 * rank + step)).double()
-
-    def net(norm: type[nn.Module]) -> nn.Module:
-        layers = nn.Sequential(nn.Conv1d(1, 2, 1, bias=False), norm(2)).double()
-        return layers.requires_grad_(True) and _filled(layers)
-
-    counts = (3, 6)
-
-    def program(rank: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-        ddp = DistributedDataParallel(net(SyncBatchNorm))
-        gradients = []
-        with ddp.join():
-            for step in range(counts[rank]):
-                ddp.zero_grad()
-                ddp(data(rank, step)).tanh().sum().backward()
-                gradients.append(ddp.module[0].weight.grad.clone())
-        return gradients, ddp.module[1].state_dict()
-
-    truth, expected = net(nn.BatchNorm1d), []
-    for step in range(6):
-        truth.zero_grad()
-        truth(torch.cat([data(rank, step) for rank in range(2) if step < counts[rank]])).tanh().sum().backward()
-        expected.append(truth[0].weight.grad / 2)
-    for rank, (gradients, state) in enumerate(run(2, program)):
-        assert all(torch.allclose(g, e, 1e-12, 1e-14) for g, e in zip(gradients, expected[: counts[rank]], strict=True))
-        assert all(torch.allclose(state[name], true, 1e-12) for name, true in truth[1].state_dict().items())
-
-
-def _filled(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(0.5, 1.5, parameter.numel()).view_as(parameter) + number)
-    return model
 
 
 # -- one after the other, one in the other ---------------------------------------------------------------

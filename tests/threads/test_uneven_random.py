@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from phalanx.testing import run
@@ -16,6 +18,7 @@ CHUNK = 20
 def check(seeds: range, ranks: int, over: str) -> None:
     """Run the cases of these seeds on so many ranks and compare every record of every rank."""
     cases = [make_case(seed, ranks) for seed in seeds]
+    gc.collect()  # each model of a case holds shared memory until it is collected
     records = run(ranks, work, cases, over=over, timeout=60)
     for number, case in enumerate(cases):
         for rank, expected in enumerate(truth(case)):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import phalanx
-from phalanx import DistributedDataParallel, MisuseError, RankMismatchError
+from phalanx import DistributedDataParallel, MisuseError
 from phalanx.testing import run
 from tests.threads.test_uneven_cases import alike, failures, grad_of, line, ones
 
@@ -245,177 +243,23 @@ def test_all_skip_the_closing_micro_batch() -> None:
     assert run(2, program) == [1.5, 1.5]
 
 
-def test_buffers_of_a_rank_that_skips() -> None:
-    """Rank 0 skips: it gets the running statistics of a rank that does not, instead of sending its old ones."""
+def test_the_last_model_is_that_of_a_rank_that_skipped_the_last_step() -> None:
+    """Rank 1 leaves a gradient of 4; rank 0 skips its second step, gets that gradient, and steps with it."""
 
-    def program(rank: int) -> tuple[float, int]:
-        ddp = DistributedDataParallel(nn.Sequential(line(), phalanx.SyncBatchNorm(1)))
-        for step in range(2):
-            if rank == 0 and step == 0:
-                ddp.skip()
-            else:
-                ddp(torch.tensor([[1.0], [3.0]])).square().sum().backward()
-        state = ddp.module[1].state_dict()
-        return state["running_mean"].item(), state["num_batches_tracked"].item()
-
-    assert run(2, program) == [(pytest.approx(0.38), 2)] * 2
-
-
-# -- weights ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("counts", [(1, 3), (3, 1), (2, 0, 5), (0, 0, 1), (4,)])
-def test_the_gradient_is_the_mean_over_all_items(counts: tuple[int, ...]) -> None:
-    def program(rank: int) -> tuple[float, float]:
+    def program(rank: int) -> float:
         ddp = DistributedDataParallel(line())
-        items = counts[rank]
-        loss = ddp(ones(rank, items)).mean()
-        weighed = ddp.weigh(loss, items)
-        assert weighed.isnan() if items == 0 else weighed == loss
-        weighed.backward()
-        return grad_of(ddp), phalanx.mean(weighed, items)
-
-    true = sum(n * (rank + 1) for rank, n in enumerate(counts)) / sum(counts)
-    assert run(len(counts), program) == [(pytest.approx(true), pytest.approx(true))] * len(counts)
-
-
-def test_no_items_at_all() -> None:
-    def program(rank: int) -> tuple[float | None, float]:
-        ddp = DistributedDataParallel(line())
-        loss = ddp.weigh(ddp(ones(rank, 0)).mean(), 0)
-        loss.backward()
-        first = grad_of(ddp)
-        mean = phalanx.mean(loss, 0)
-        ddp.weigh(ddp(ones(rank)).mean(), 1).backward()
-        return first, mean, grad_of(ddp)
-
-    for first, mean, second in run(2, program):
-        assert not first and math.isnan(mean) and second == 1.5
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_weights_inside_join(whole: bool) -> None:
-    """Whatever the divisor, the mean is over the items that are seen."""
-
-    def program(rank: int) -> list[float]:
-        ddp = DistributedDataParallel(line())
-        gradients = []
-        with ddp.join(divide_by_initial_world_size=whole):
-            for step in range(1 + rank):
-                ddp.zero_grad()
-                ddp.weigh(ddp(ones(rank, step + rank)).mean(), step + rank).backward()
-                gradients.append(grad_of(ddp))
-        return gradients
-
-    # Items of ranks 0, 1, 2 in each step: 0, 1, 2; then 2, 3 of ranks 1 and 2; then 4 of rank 2.
-    assert run(3, program)[2] == pytest.approx([8 / 3, 13 / 5, 3.0])
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.0**16])
-def test_weights_under_a_loss_scale_and_clipping(scale: float) -> None:
-    """As GradScaler does it: scale, backward, unscale, clip, step; an inf on one rank reaches every rank."""
-
-    def program(rank: int) -> list[float]:
-        ddp = DistributedDataParallel(line())
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-        seen = []
-        for poisoned in (False, True):
-            for micro in range(2):
-                with ddp.accumulate(every=2) as syncs:
-                    items = 1 + 2 * rank + micro
-                    inputs = ones(rank, items) * (math.inf if poisoned and rank == 0 and micro == 0 else 1.0)
-                    scaler.scale(ddp.weigh(ddp(inputs).mean(), items)).backward()
-                    if not syncs:
-                        with pytest.raises(MisuseError, match="not synchronised"):
-                            phalanx.clip_grad_norm_(ddp.parameters(), 1.0)
-            scaler.unscale_(optimizer)
-            seen.append(grad_of(ddp))
-            phalanx.clip_grad_norm_(ddp.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.25)
+        with ddp.join(divide_by_initial_world_size=False):
+            ddp(ones(rank)).sum().backward()
+            optimizer.step()
             optimizer.zero_grad()
-            seen.append(ddp.module.weight.item())
-        return [*seen, scaler.get_scale()]
+            if rank == 1:
+                with ddp.no_sync():
+                    (2 * ddp(ones(rank)).sum()).backward()
+            else:
+                ddp.skip()
+                assert grad_of(ddp) == 4.0
+                optimizer.step()
+        return ddp.module.weight.item()
 
-    # Items: 1 + 2 of value 1, 3 + 4 of value 2. The second step is left out, and the scale is halved.
-    mean = (3 * 1.0 + 7 * 2.0) / 10
-    for first, after, poisoned, at_last, scaled in run(2, program):
-        assert (first, after, at_last, scaled) == pytest.approx((mean, 0.5, 0.5, scale / 2), rel=1e-5)
-        assert not math.isfinite(poisoned)
-
-
-def test_weights_under_autocast() -> None:
-    def program(rank: int) -> float:
-        ddp = DistributedDataParallel(line())
-        with torch.autocast("cpu", torch.bfloat16):
-            out = ddp(ones(rank, 1 + 2 * rank))
-            assert out.dtype is torch.bfloat16
-            loss = ddp.weigh(out.mean(), 1 + 2 * rank)
-        loss.backward()
-        return grad_of(ddp)
-
-    assert run(2, program) == pytest.approx([1.75, 1.75], rel=1e-2)
-
-
-def test_large_counts_do_not_overflow_half_precision() -> None:
-    def program(rank: int) -> float:
-        ddp = DistributedDataParallel(line().half())
-        for micro in range(2):
-            with ddp.accumulate(every=2):
-                ddp.weigh(ddp(ones(rank).half()).mean(), 2.0**20 * (1 + rank)).backward()
-        return grad_of(ddp)
-
-    assert run(2, program) == pytest.approx([5 / 3] * 2, rel=1e-3)
-
-
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_a_rank_that_does_not_weigh_while_another_does(rounds: int) -> None:
-    def program(rank: int) -> None:
-        ddp = DistributedDataParallel(line())
-        for micro in range(rounds):
-            with ddp.accumulate(every=rounds):
-                loss = ddp(ones(rank)).mean()
-                (ddp.weigh(loss, 2) if rank == 1 else loss).backward()
-
-    for text in failures(run(2, program, raises=False), RankMismatchError):
-        assert "rank 0 in a backward without weigh" in text and "rank 1 in a weighed backward" in text
-        assert "ddp.weigh(loss, n) on every rank, with n = 0" in text
-
-
-def misuse(ddp: DistributedDataParallel, how: str, rank: int) -> None:
-    if how == "two counts":
-        loss = ddp(ones(rank)).mean()
-        (ddp.weigh(loss, 1) + ddp.weigh(2 * loss, 2)).backward()
-    elif how == "half weighed":
-        with ddp.no_sync():
-            ddp(ones(rank)).mean().backward()
-        ddp.weigh(ddp(ones(rank)).mean(), 1).backward()
-    else:
-        ddp.weigh(ddp(ones(rank)).mean(), -1)
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("two counts", "within one backward"), ("half weighed", "some backwards since the last synchronisation"),
-        ("negative", "negative"),
-    ],
-)  # fmt: skip
-def test_weights_that_cannot_be_right(how: str, said: str) -> None:
-    def program(rank: int) -> Any:
-        ddp = DistributedDataParallel(line())
-        misuse(ddp, how, rank)
-
-    for text in failures(run(2, program, raises=False), MisuseError):
-        assert said in text
-
-
-def test_the_same_count_on_all_terms_of_a_loss() -> None:
-    def program(rank: int) -> float:
-        ddp = DistributedDataParallel(line())
-        out = ddp(ones(rank, 1 + 2 * rank))
-        (ddp.weigh(out.mean(), 1 + 2 * rank) + ddp.weigh(3 * out.mean(), 1 + 2 * rank)).backward()
-        return grad_of(ddp)
-
-    assert run(2, program) == pytest.approx([4 * 7 / 4] * 2)
+    assert run(2, program) == [1.0 - 0.25 * (1.5 + 4.0)] * 2

@@ -1,0 +1,105 @@
+"""Steps that raise: in forward or backward, on all ranks or on one, and the good step after them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.testing import run
+from tests.threads.small_models import Branches, ddp, one, same_on_all, values, x_of
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails:
+            raise ZeroDivisionError("in the middle of backward")
+        return grad, None
+
+
+class MayFail(Branches):
+    """Backward raises between b and a."""
+
+    fails = False
+
+    def forward(self, x: Tensor, way: str | None = None) -> Tensor:
+        return self.b(Fails.apply(self.a(x), self.fails))
+
+
+@pytest.mark.parametrize("reset", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_backward_that_raised_on_all_ranks_then_a_good_step(reset: bool, n: int):
+    def program(rank: int) -> list:
+        model, seen = ddp(MayFail()), []
+        model(x_of(rank)).sum().backward()
+        for _ in range(2):
+            model.zero_grad(set_to_none=reset)
+            model.module.fails = True
+            with pytest.raises(ZeroDivisionError):
+                model(x_of(rank)).sum().backward()
+            model.module.fails = False
+            model.zero_grad(set_to_none=reset)
+            model(x_of(rank)).sum().backward()
+            seen.append(values(model))
+        return seen
+
+    mean = (n + 1) / 2
+    assert same_on_all(n, program) == [{"a.weight": mean, "b.weight": mean}] * 2
+
+
+def test_after_a_backward_that_raised_only_what_fired_has_a_gradient():
+    def program(rank: int) -> dict:
+        model = ddp(MayFail())
+        model.module.fails = True
+        with pytest.raises(ZeroDivisionError):
+            model(x_of(rank)).sum().backward()
+        with torch.no_grad():
+            model(x_of(rank))
+        return values(model)
+
+    assert run(2, program) == [{"a.weight": None, "b.weight": 1.0}, {"a.weight": None, "b.weight": 2.0}]
+
+
+def test_a_forward_that_raised_then_a_good_step():
+    def program(rank: int) -> float:
+        model = ddp(one())
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 7))
+        model(x_of(rank)).sum().backward()
+        return values(model)["weight"]
+
+    assert same_on_all(2, program) == 1.5
+
+
+def test_a_backward_that_raised_inside_no_sync_then_a_good_step():
+    def program(rank: int) -> dict:
+        model = ddp(MayFail())
+        model.module.fails = True
+        with pytest.raises(ZeroDivisionError), model.no_sync():
+            model(x_of(rank)).sum().backward()
+        model.zero_grad()
+        model.module.fails = False
+        model(x_of(rank)).sum().backward()
+        return values(model)
+
+    assert same_on_all(2, program) == {"a.weight": 1.5, "b.weight": 1.5}
+
+
+def test_a_backward_that_raised_on_one_rank_and_is_skipped_there():
+    def program(rank: int) -> dict:
+        model = ddp(MayFail())
+        model.module.fails = rank == 1
+        try:
+            model(x_of(rank)).sum().backward()
+        except ZeroDivisionError:
+            model.zero_grad()
+            model.skip()
+        return values(model)
+
+    assert same_on_all(2, program) == {"a.weight": 1.0, "b.weight": 1.0}
