@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,12 +22,14 @@ from torch import Tensor
 from torch.distributed import Work, distributed_c10d
 
 from phalanx.errors import MisuseError
-from phalanx.group import arguments, factory, rank_zero_block
+from phalanx.group import arguments, factory, profiling, rank_zero_block, ticket
 from phalanx.group.accelerator import Accelerator
+from phalanx.group.autoload import NAME
 from phalanx.group.collectives import Collectives
 from phalanx.group.group import Group
 from phalanx.group.links import Switchboard
 from phalanx.group.messages import Messages, checked_tag
+from phalanx.group.ticket import Operation
 from phalanx.group.works import DoneWork, ManyWorks, PendingWork, Worker, seconds_of
 from phalanx.launch.environment import variable
 from phalanx.transport.protocol import Transport
@@ -75,6 +78,22 @@ class Adapter(dist.ProcessGroup):
         body: Callable[..., None], *arguments: Any,
     ) -> Work:  # fmt: skip
         """Run `body(wire, *arguments)`, here or in the worker, or `nccl` if `tensor` is on a CUDA device."""
+        if profiling.is_on():
+            operation = ticket.decode(wire).operation
+            shown = result if operation is Operation.ALL_REDUCE else [] if tensor is None else [tensor]
+            with profiling.event(f"{self._said_backend()}:{profiling.name_of(operation)}", shown):
+                return self._start(opts, result, tensor, wire, nccl, body, arguments)
+        return self._start(opts, result, tensor, wire, nccl, body, arguments)
+
+    def _said_backend(self) -> str:
+        """What torch.distributed calls this group's backend."""
+        known = distributed_c10d._world.pg_map.get(self)
+        return str(known[0]) if known else NAME
+
+    def _start(
+        self, opts: Any, result: Sequence[Tensor], tensor: Tensor | None, wire: bytes, nccl: Nccl,
+        body: Callable[..., None], arguments: Sequence[Any],
+    ) -> Work:  # fmt: skip
         self._refuse_if_closed()
         self._count += 1
         if tensor is not None and not tensor.is_cpu:
@@ -145,14 +164,16 @@ class Adapter(dist.ProcessGroup):
         tensor = self._message(tensors, [dst], tag, "send")
         if not tensor.is_cpu:
             return self._accelerated([tensor], None, ("send", [tensor], dst, tag))
-        return self._noted(self._messages.send(dst, tensor, tag))
+        with self._message_event("send", tensor):
+            return self._noted(self._messages.send(dst, tensor, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
         """Receive a tensor from one rank."""
         tensor = self._message(tensors, [src], tag, "recv")
         if not tensor.is_cpu:
             return self._accelerated([tensor], None, ("recv", [tensor], src, tag))
-        return self._noted(self._messages.receive(tensor, [src], tag))
+        with self._message_event("recv", tensor):
+            return self._noted(self._messages.receive(tensor, [src], tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         """Receive a tensor from whichever rank sends one with this tag."""
@@ -162,7 +183,11 @@ class Adapter(dist.ProcessGroup):
                 "recv from any source: NCCL cannot; name the source of CUDA tensors"
             )
         peers = [place for place in range(self.core.size) if place != self.core.rank] or [self.core.rank]
-        return self._noted(self._messages.receive(tensor, peers, tag))
+        with self._message_event("recvAnySource", tensor):
+            return self._noted(self._messages.receive(tensor, peers, tag))
+
+    def _message_event(self, name: str, tensor: Tensor) -> AbstractContextManager[None]:
+        return profiling.event(f"{self._said_backend()}:{name}", [tensor]) if profiling.is_on() else nullcontext()
 
     def _message(self, tensors: Any, places: Sequence[int], tag: int, call: str) -> Tensor:
         self._refuse_if_closed()

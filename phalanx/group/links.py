@@ -33,7 +33,7 @@ from collections.abc import Iterable, Sized
 from types import TracebackType
 from typing import Any
 
-from phalanx.errors import MisuseError, PeerError, PeerFailedError, PeerLostError, RankMismatchError
+from phalanx.errors import ExhaustedError, MisuseError, PeerError, PeerFailedError, PeerLostError, RankMismatchError
 
 HEADER = struct.Struct("<IB3xQQ")  # payload length, kind, channel, sequence
 TICKET, COMMIT, DESCRIBE, PAYLOAD, FAILED, LEAVING = range(1, 7)
@@ -319,6 +319,8 @@ class Switchboard:
 
     def fail(self, error: BaseException) -> None:
         """Tell every other rank that this one has raised `error`."""
+        if isinstance(error, ExhaustedError):
+            return  # every rank raises it, from tickets that are on their way
         report: dict[str, Any] = {
             "exception": "".join(traceback.format_exception_only(type(error), error)).strip()[:4000],
             "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__))[-16000:],
@@ -326,9 +328,7 @@ class Switchboard:
         if isinstance(error, PeerLostError):
             report["cause"] = {"kind": "lost", "peer": error.peer, "detail": error.detail}
         elif isinstance(error, PeerFailedError):
-            report["cause"] = {
-                "kind": "failed", "peer": error.peer, "exception": error.exception, "traceback": error.traceback,
-            }  # fmt: skip
+            report["cause"] = dict(kind="failed", peer=error.peer, exception=error.exception, traceback=error.traceback)
         self._farewell(FAILED, json.dumps(report).encode())
 
     def _farewell(self, kind: int, payload: bytes) -> None:

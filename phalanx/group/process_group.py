@@ -30,6 +30,7 @@ from phalanx.group.collectives import Copies
 from phalanx.group.overloads import options
 from phalanx.group.reducing import Reducing
 from phalanx.group.ticket import Operation, plain
+from phalanx.group.works import Gathered
 
 
 class PhalanxProcessGroup(Reducing):
@@ -55,7 +56,7 @@ class PhalanxProcessGroup(Reducing):
         wanted = arguments.per_rank(outputs, self.core.size, "all_gather", "output")
         arguments.alike(wanted, tensor, "all_gather")
         nccl = ("allgather", [list(wanted)], [tensor], opts)
-        return self._all_gather([(wanted, tensor)], wanted, opts, nccl)
+        return self._all_gather([(wanted, tensor)], Gathered(wanted), opts, nccl)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As allgather, with the outputs in one tensor."""

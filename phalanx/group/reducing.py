@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceCoalescedOptions
 from torch.distributed import AllreduceOptions, ReduceOptions, ReduceScatterOptions, Work
 
-from phalanx.group import arguments, inline
+from phalanx.group import arguments, inline, profiling
 from phalanx.group.adapter import Adapter, Nccl
 from phalanx.group.arguments import ArgumentError, code
 from phalanx.group.dtypes import CODES
@@ -40,6 +40,7 @@ class Reducing(Adapter):
             )
             and not opts.asyncOp
             and opts.timeout == _UNSET
+            and not profiling.is_on()
         ):
             # The fast path: one plain CPU tensor, at once. What it does not know falls through. Every call
             # into torch counts here: after a system call each costs several times what it does in a loop.

@@ -32,6 +32,17 @@ def seconds_of(timeout: timedelta | None) -> float | None:
     return timeout.total_seconds()
 
 
+class Gathered(list):
+    """The outputs of all_gather, whose future holds them stacked in one tensor, as NCCL's does.
+
+    torch's quantisation hooks read it so.
+    """
+
+
+def _value_of(tensors: Sequence[Any]) -> list[Any]:
+    return [torch.stack(list(tensors))] if isinstance(tensors, Gathered) else list(tensors)
+
+
 class DoneWork(Work):
     """A collective that has finished without an error; `tensors` are its outputs."""
 
@@ -64,7 +75,7 @@ class DoneWork(Work):
     def get_future(self) -> Future:
         """Return a completed future of the outputs."""
         future: Future = Future()
-        future.set_result(list(self.tensors))
+        future.set_result(_value_of(self.tensors))
         return future
 
     def source_rank(self) -> int:
@@ -100,7 +111,7 @@ class PendingWork(Work):
 
     def _complete(self, future: Future) -> None:
         if self._error is None:
-            future.set_result(list(self.tensors))
+            future.set_result(_value_of(self.tensors))
         else:
             future.set_exception(self._error)
 

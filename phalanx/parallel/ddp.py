@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 
-from phalanx.errors import MisuseError
-from phalanx.group import ticket, world
+from phalanx.group import ticket
 from phalanx.group.process_group import PhalanxProcessGroup, for_process_group
 from phalanx.parallel import buffers
+from phalanx.parallel.groups import choose_group, find_group
 from phalanx.parallel.in_backward import InBackwardOptimizers
 from phalanx.parallel.layers import Layers
 from phalanx.parallel.mixed_precision import LowPrecision
@@ -76,7 +76,7 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         sync_forward, sync_init = buffer_sync(broadcast_buffers, forward_sync_buffers)
         self.module = module
         self.dim = dim
-        self.process_group = _choose_group(process_group, device_mesh)
+        self.process_group = choose_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -321,7 +321,7 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         ranks = state.pop("_ranks")
         nn.Module.__setstate__(self, state)
         self._modules = state["_modules"]
-        self.process_group = _find_group(ranks)
+        self.process_group = find_group(ranks)
         self._attach(for_process_group(self.process_group, "gradients"))
         self._finish_surface()
 
@@ -343,41 +343,6 @@ _NOT_PICKLED = (
     "_structure", "modules_buffers", "named_module_buffers", "_buffer_ids", "_hooked", "_everything", "_grads_required", "_dtypes", "_join_config",
     "_surface", "_broadcaster", "_local_cache", "_patterns", "_first_used", "_low", "_in_backward", "_logging",
 )  # fmt: skip
-
-
-def _choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
-    if device_mesh is not None:
-        if process_group is not None:
-            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-        if device_mesh.ndim != 1:
-            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-        return device_mesh.get_group(mesh_dim=0)
-    if process_group is not None:
-        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise MisuseError(
-                "DistributedDataParallel(process_group=...) with a group that this rank is not a member of",
-                "wrap the model only on the ranks of the group",
-            )
-        return process_group
-    if not dist.is_initialized():
-        world.init()
-    return dist.group.WORLD
-
-
-def _find_group(ranks: list[int]) -> dist.ProcessGroup:
-    """The group of this process with these ranks, for an unpickled wrapper; else a world of one."""
-    if not dist.is_initialized():
-        world.init()
-    default = dist.group.WORLD
-    if ranks == list(range(dist.get_world_size())) or dist.get_world_size() == 1:
-        return default
-    for group, members in dist.distributed_c10d._world.pg_group_ranks.items():
-        if sorted(members) == sorted(ranks):
-            return group
-    raise MisuseError(
-        f"unpickling a DistributedDataParallel of ranks {ranks}, but this process has no group of these ranks",
-        f"create it first on every rank with torch.distributed.new_group({ranks})", dist.get_rank(),
-    )  # fmt: skip
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -16,6 +16,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 
@@ -62,15 +64,32 @@ class Join(TorchJoin):
 
     def __enter__(self) -> Join:  # type: ignore[override]
         if self._models and self._enable:
+            self._refuse_what_cannot_be_followed()
             self._before = [each._join_config for each in self._all]
             for each in self._all:
                 each._join_config = _JoinConfig(True, self._throw, is_first_joinable=False)
-            self._before.append((self._core.throws_when_joined, [m._reducer.divisor for m in self._models]))
+            reducers = [model._reducer for model in self._models]
+            self._before.append((self._core.throws_when_joined, [(r.divisor, r.takes_when_joined) for r in reducers]))
             self._core.throws_when_joined = self._throw
             for model in self._models:
                 model._reducer.divisor = self._core.size if self._whole else None
+                model._reducer.takes_when_joined |= bool(self._hooks)
                 model._logging.joined = True
         return self
+
+    def _refuse_what_cannot_be_followed(self) -> None:
+        """A rank out of data sees only Phalanx's tickets, not what goes through a plain group of torch."""
+        for model in self._models:
+            if model.process_group is self._group:
+                continue
+            for name, layer in model.module.named_modules():
+                if isinstance(layer, nn.SyncBatchNorm) and model.training:
+                    raise MisuseError(
+                        f"join() with {name or 'a model'}: {type(layer).__name__}, whose collectives go through a process "
+                        f"group of backend {dist.get_backend(model.process_group)!r}, where a rank that is out of data "
+                        "cannot follow them",
+                        'torch.distributed.init_process_group("phalanx"), or phalanx.init()', self._core.rank,
+                    )  # fmt: skip
 
     def __exit__(  # type: ignore[override]
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
@@ -97,10 +116,10 @@ class Join(TorchJoin):
             self._restore()
 
     def _restore(self) -> None:
-        throws, divisors = self._before.pop()
+        throws, settings = self._before.pop()
         self._core.throws_when_joined = throws
-        for model, divisor in zip(self._models, divisors, strict=True):
-            model._reducer.divisor = divisor
+        for model, setting in zip(self._models, settings, strict=True):
+            model._reducer.divisor, model._reducer.takes_when_joined = setting
         for each, config in zip(self._all, self._before, strict=True):
             each._join_config = config
 

@@ -47,7 +47,7 @@ class Memory:
         """A gradient for parameter `like` at element `start` of `region`, with its shape and strides.
 
         In shared memory it gets a storage of its own: a view of the whole arena would drag the arena
-        along when it is pickled or deep-copied.
+        along when it is pickled or deep-copied. It is no view for autograd, which refuses to detach_() those.
         """
         count = like.numel()
         shared = self._shared.get(region)
@@ -57,7 +57,12 @@ class Memory:
             store, offset = shared
             at = offset + start * like.element_size()
             flat = torch.frombuffer(store.arena, dtype=like.dtype, count=count, offset=at)
-        return flat.as_strided(like.shape, dense_strides(like), flat.storage_offset())
+        storage, at = flat.untyped_storage(), flat.storage_offset()
+        return flat.new_empty(0).set_(storage, at, like.shape, dense_strides(like))
+
+    def has_own_storage(self, region: int) -> bool:
+        """Whether each gradient of the region has a storage of its own, so that its users can be counted."""
+        return region in self._shared
 
     def reduce(
         self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Fence, takes: bool = True

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, eq, is_
+from sys import getrefcount
 
 import torch
 
@@ -24,6 +25,7 @@ from phalanx.reduce.plan import Plan
 # One pass of map() over hundreds of parameters costs a fraction of a loop's.
 _gradient, _requires_grad, _version = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
 _NONES = repeat(None)
+_ONLY_HERE = 1  # holders of a storage that only a local variable still names
 
 
 class Places:
@@ -49,6 +51,9 @@ class Places:
         self.held: set[int] = set()
         self.hidden = False  # whether some parameter showed no gradient at the last settle()
         self._pointers = [0 if view is None else view.data_ptr() for view in self.views]
+        self._storages: list[int] = []  # of the placed parameters, whose users can be counted
+        self._unused: list[tuple[int, int]] = []
+        self._count_from_now()
         self._lent: list[int] = []
         self._lent_views: list[torch.Tensor | None] = []
         self._versions: list[int] = []
@@ -67,6 +72,38 @@ class Places:
                 view.copy_(held[id(parameter)])
                 self.held.add(index)
 
+    # -- gradients that the user keeps ---------------------------------------------------------------
+
+    def _count_from_now(self) -> None:
+        """Note how many hold each place while nobody but us does."""
+        views = [self.views[index] for index in self.placed]
+        self._storages = [view.untyped_storage()._cdata for view in views]
+        del views
+        self._unused = self._holders()
+
+    def _holders(self) -> list[tuple[int, int]]:
+        views = self.views if len(self.placed) == len(self.views) else [self.views[index] for index in self.placed]
+        return list(zip(map(getrefcount, views), map(torch._C._storage_Use_Count, self._storages), strict=True))
+
+    def _leave_kept(self) -> None:
+        """Let gradients that the user has kept from an earlier step keep their values, away from their places."""
+        holders = self._holders()
+        if holders == self._unused:
+            return
+        kept = [i for i, now, unused in zip(self.placed, holders, self._unused, strict=True) if now > unused]
+        for index in kept:
+            view, parameter = self.views[index], self._params[index]
+            if parameter.grad is not None:
+                continue
+            storage = view.untyped_storage()
+            view.data = view.clone()  # whoever holds this very tensor
+            if torch._C._storage_Use_Count(storage._cdata) > _ONLY_HERE:
+                storage.share_memory_()  # whoever holds another tensor on its memory: moves them all
+            region, start = self.plan.places[index]
+            self.views[index] = self.memory.view(region, start, parameter)
+        if kept:
+            self._count_from_now()
+
     # -- around a backward ---------------------------------------------------------------------------
 
     def lend(self) -> Sequence[int]:
@@ -74,6 +111,7 @@ class Places:
 
         Returns the parameters whose places have been zeroed.
         """
+        self._leave_kept()
         params, views = self._params, self.views
         usual = not self.held and len(self.placed) == len(params)
         if usual and all(map(is_, map(_gradient, params), _NONES)) and all(map(_requires_grad, params)):

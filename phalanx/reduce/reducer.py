@@ -65,6 +65,7 @@ class Reducer:
         self.statistics = Statistics()
         self.divisor: int | None = None
         self.comm_hook: HookRunner | None = None
+        self.takes_when_joined = False  # a rank out of data keeps its gradients, unless an optimizer needs the others'
         self.lend_places = True  # whether autograd accumulates straight into gradient memory
         self.before_end: Callable[[], None] = _nothing
         self.on_build: Callable[[], None] = _nothing
@@ -317,12 +318,11 @@ class Reducer:
 
     def follow(self, got: list[bytes], fence: Fence) -> Callable[[], None]:
         """Take part in a flush of the other ranks, whose tickets are `got`; return what comes after it."""
-        started = time.perf_counter()
-        places = self._built()
+        started, places = time.perf_counter(), self._built()
         fence()  # where those in the flush have exchanged tickets
         used, factors = self._agreed(got)
         own = self._as_contribution(ticket.decode(got[self.group.core.rank]))
-        takes = own.state is not State.JOINED  # a rank out of data keeps the gradients that it has
+        takes = own.state is not State.JOINED or self.takes_when_joined
         foreign = places.foreign_among(used) if takes else []
         self._reduce(used, factors, fence, takes)
         if takes:
@@ -348,9 +348,8 @@ class Reducer:
     def show_only(self, shown: Iterable[int]) -> list[torch.Tensor]:
         """Have exactly these show a dense gradient, whatever is in it; return those gradients."""
         wanted = set(shown)
-        for index in self.shown():
-            if index not in wanted:
-                self.parameters[index].grad = None
+        for index in set(self.shown()) - wanted:
+            self.parameters[index].grad = None
         self._built().show(wanted)
         return [self.parameters[index].grad for index in self.shown()]
 

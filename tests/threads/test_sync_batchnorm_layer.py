@@ -15,7 +15,6 @@ from phalanx.nn.sync_batchnorm import SyncBatchNorm
 from phalanx.testing import WorldError, run
 from tests.threads.batch_norm_cases import Case, OneBatchNorm, check, errors_on_a_rank, relative
 
-
 # ---------------------------------------------------------------- few values, none, and what cannot be right
 
 

@@ -42,6 +42,7 @@ def last_step(rank: int, call: Any) -> list[Any]:
         (dist.ReduceOp.PRODUCT, torch.float32, [6, 6, 3]),
         (dist.ReduceOp.BAND, torch.int64, [0, 2, 3]),
         (dist.ReduceOp.BOR, torch.int64, [3, 3, 3]),
+        (dist.ReduceOp.AVG, torch.float64, [2, 5 / 3, 1]),  # over all ranks there are
     ],
     ids=str,
 )
@@ -57,7 +58,7 @@ def test_all_reduce(operation: Any, dtype: torch.dtype, expected: list[int], siz
 
         return last_step(rank, call)
 
-    assert run(3, program) == [expected[: rank + 1] for rank in range(3)]
+    assert run(3, program) == [pytest.approx(expected[: rank + 1]) for rank in range(3)]
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])

@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d as c10d
 
 from phalanx.errors import MisuseError, PeerFailedError
 from phalanx.testing import (
