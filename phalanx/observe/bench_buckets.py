@@ -35,8 +35,7 @@ def measure_buckets(ranks: Ranks, quick: bool) -> list[dict[str, Any]]:
 def bucket_case(group: PhalanxProcessGroup, size: int) -> Contender:
     """Return the flush of a reducer whose only gradient has `size` bytes and is in its place. Collective."""
     parameter = nn.Parameter(torch.zeros(size // 4))
-    reducer = Reducer(group, [("bucket", parameter)], frozenset(), [size], lambda: True)
+    reducer = Reducer(group, [("bucket", parameter)], frozenset(), [size], frozenset)
     reducer.build()
-    gradient = reducer.memory.view(0, 0, parameter)
-    parameter.grad = gradient
+    (gradient,) = reducer.show_only([0])
     return Contender(OURS, gradient, lambda: reducer.flush({0}), mean=True)
