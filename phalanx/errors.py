@@ -107,9 +107,9 @@ class CollectiveTimeoutError(PhalanxError):
     def __init__(self, call: str, missing: Sequence[int], rank: int, seconds: float, detail: str = "") -> None:
         self.call, self.missing, self.rank, self.seconds = call, list(missing), rank, seconds
         verb = "has" if len(self.missing) == 1 else "have"
-        # "Timed out waiting 1000ms " is how c10d says it: code matches on that.
+        # "Timed out waiting 1000ms" is how c10d says it: code matches on that.
         waited = f"Timed out waiting {seconds * 1000:.0f}ms"
-        text = f"[rank {rank}] {call}: {waited} for {_ranks(self.missing)}, which {verb} not arrived"
+        text = f"[rank {rank}] {call}: {waited}: {_ranks(self.missing)} {verb} not arrived"
         super().__init__(text + (f"\n{detail}" if detail else ""))
 
 

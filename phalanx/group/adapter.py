@@ -81,6 +81,8 @@ class Adapter(dist.ProcessGroup):
         if profiling.is_on():
             operation = ticket.decode(wire).operation
             shown = result if operation is Operation.ALL_REDUCE else [] if tensor is None else [tensor]
+            if operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL):
+                shown = [nccl[2]] if isinstance(nccl[2], Tensor) else nccl[2]  # the whole input
             with profiling.event(f"{self._said_backend()}:{profiling.name_of(operation)}", shown):
                 return self._start(opts, result, tensor, wire, nccl, body, arguments)
         return self._start(opts, result, tensor, wire, nccl, body, arguments)

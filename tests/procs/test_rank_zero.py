@@ -181,7 +181,7 @@ def test_a_rank_zero_that_never_comes_is_named_after_the_timeout() -> None:
         store = dist.distributed_c10d._get_default_store()
         store.set_timeout(timedelta(seconds=0.5))
         if rank == 1:
-            text = r"rank_zero_first\(\) has waited 0.5 s: rank 0 has not arrived"
+            text = r"rank_zero_first\(\): Timed out waiting 500ms: rank 0 has not arrived"
             with pytest.raises(CollectiveTimeoutError, match=text) as late:
                 with rank_zero_first():
                     pass
