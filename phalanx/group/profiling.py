@@ -1,17 +1,13 @@
 """Events for torch's profiler, one for each collective: `phalanx:all_reduce`, with the shapes of its tensors.
 
-torch marks events of communication as asynchronous, and programs that read profiles look for that mark. The
-profiler sets it where an event ends in another thread than it began in, and only a thread of torch's own
-pool shares the profiler's state; so that is where these end. Costs nothing while no profiler is on.
+They begin and end in the calling thread. torch marks the events of its own backends as asynchronous by ending
+them in a thread of its pool; doing that from Python crashed processes that had been forked.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -30,41 +26,6 @@ def name_of(operation: Operation) -> str:
     return _NAMES.get(operation, operation.name.lower())
 
 
-_open: list[Any] = []
-_NOTHING = torch.zeros(())
-
-
-@cache
-def _elsewhere() -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that ends the last opened event on a thread of torch's pool; made when first needed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-
-        # Without annotations everything is a tensor to the compiler, which cannot read postponed ones.
-        @torch.jit.ignore
-        def leave(n):  # type: ignore[no-untyped-def]
-            _open.pop().__exit__(None, None, None)
-            return n
-
-        @torch.jit.script
-        def body(n):  # type: ignore[no-untyped-def]
-            return leave(n)
-
-        @torch.jit.script
-        def fork(n):  # type: ignore[no-untyped-def]
-            return torch.jit.wait(torch.jit.fork(body, n))
-
-    return fork
-
-
-@contextmanager
-def event(name: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def event(name: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
     """Record one event around the body."""
-    record = torch._C._profiler._RecordFunctionFast(name, list(tensors))
-    end = _elsewhere()
-    record.__enter__()
-    try:
-        yield
-    finally:
-        _open.append(record)
-        end(_NOTHING)
+    return torch._C._profiler._RecordFunctionFast(name, list(tensors))
