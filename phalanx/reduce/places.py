@@ -97,9 +97,10 @@ class Places:
                 continue
             storage = view.untyped_storage()
             view.data = view.clone()  # whoever holds this very tensor
-            if torch._C._storage_Use_Count(storage._cdata) > _ONLY_HERE:
-                storage.share_memory_()  # whoever holds another tensor on its memory: moves them all
             region, start = self.plan.places[index]
+            alone = self.memory.has_own_storage(region)  # else its users cannot be told from its neighbours
+            if alone and torch._C._storage_Use_Count(storage._cdata) > _ONLY_HERE:
+                storage.share_memory_()  # whoever holds another tensor on its memory: moves them all
             self.views[index] = self.memory.view(region, start, parameter)
         if kept:
             self._count_from_now()
