@@ -269,7 +269,7 @@ class Group:
                     link.descriptors[name] = descriptors[0]
                     continue
             if name == b"" and link.lost is None:
-                link.pump()
+                self.board.read(link)
             if link.lost or link.failed or link.left or time.monotonic() > deadline:
                 self.board.wait(link, deque(), self.links, 0.0, self)
                 self._late()

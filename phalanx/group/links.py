@@ -16,24 +16,22 @@ A link has a second socket, the side, for descriptors: ancillary data must not m
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
 import select
 import socket
 import struct
-import sys
 import threading
 import time
 import traceback
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sized
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from phalanx.errors import ExhaustedError, MisuseError, PeerError, PeerFailedError, PeerLostError, RankMismatchError
+from phalanx.group import endings
 
 HEADER = struct.Struct("<IB3xQQ")  # payload length, kind, channel, sequence
 TICKET, COMMIT, DESCRIBE, PAYLOAD, FAILED, LEAVING = range(1, 7)
@@ -138,7 +136,7 @@ class Link:
                 return
 
     def _broken(self, error: OSError, board: Switchboard) -> None:
-        self.pump()  # its last words may still be there
+        board.read(self)  # its last words may still be there
         self.lost = self.lost or (error.strerror or "the connection broke").lower()
         board.alarm = True
 
@@ -168,7 +166,7 @@ class Switchboard:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poll.register(self._wake_read, select.POLLIN)
         self._by_descriptor: dict[int, Link] = {}
-        _BOARDS.add(self)
+        endings.BOARDS.add(self)
 
     def add(self, link: Link) -> None:
         """Take a new link into service."""
@@ -215,14 +213,10 @@ class Switchboard:
                 if box:
                     return True
                 self._leading = True
-            try:
+            with self._ceding():
                 remaining = deadline - time.monotonic()
                 if remaining > 0 and not box:
                     self._read_ready(remaining)
-            finally:
-                with self._turn:
-                    self._leading = False
-                    self._turn.notify_all()
             if box:
                 return True
             if self.closed:
@@ -251,6 +245,21 @@ class Switchboard:
         with contextlib.suppress(KeyError, ValueError, OSError):
             self._poll.unregister(link.sock)
 
+    @contextlib.contextmanager
+    def _ceding(self) -> Iterator[None]:
+        """Give up the lead at the end, and tell the others that there may be something to see."""
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._leading = False
+                self._turn.notify_all()
+
+    def read(self, link: Link) -> None:
+        """Read what has come on one link, and wake whoever sleeps: it may be for another thread."""
+        if link.pump():
+            self.wake()
+
     def pump_all(self) -> None:
         """Read what has come on every link, and wake whoever sleeps."""
         for link in list(self.links.values()):
@@ -262,7 +271,14 @@ class Switchboard:
 
     def wait_for_news(self, links: Iterable[Link], seconds: float, call: Any) -> None:
         """Read what comes on any link within `seconds`; raise if one of `links` is lost or has failed."""
-        self._read_ready(seconds)
+        with self._turn:
+            leads = not self._leading
+            self._leading = True
+            if not leads:
+                self._turn.wait(min(seconds, 0.05))  # whoever leads says when it has read
+        if leads:
+            with self._ceding():
+                self._read_ready(seconds)
         if self.alarm:
             for link in links:
                 if link.lost or link.failed:
@@ -288,7 +304,7 @@ class Switchboard:
         members = list(members)
         for link in members:
             if not link.lost:
-                link.pump()
+                self.read(link)
         if box:
             return
         said = str(call)
@@ -365,36 +381,3 @@ class Switchboard:
         with contextlib.suppress(OSError):
             os.close(self._wake_write)
             os.close(self._wake_read)
-
-
-_BOARDS: weakref.WeakSet[Switchboard] = weakref.WeakSet()
-
-
-def announce_failure(error: BaseException) -> None:
-    """Tell every rank that this process is linked to that it has raised `error`."""
-    for board in list(_BOARDS):
-        board.fail(error)
-
-
-def _on_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    if not issubclass(kind, (SystemExit,)):
-        announce_failure(error.with_traceback(where))
-    _previous_hook(kind, error, where)
-
-
-def _at_exit() -> None:
-    for board in list(_BOARDS):
-        if board.owner == os.getpid():
-            board.leave("the process is ending")
-
-
-def _in_forked_child() -> None:
-    # A child (a DataLoader worker, say) must not keep a dead rank's connections open.
-    for board in list(_BOARDS):
-        board.close(f"this process was forked from rank {board.rank} and is no rank itself")
-
-
-_previous_hook = sys.excepthook
-sys.excepthook = _on_uncaught
-atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_in_forked_child)

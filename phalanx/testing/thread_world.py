@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.errors import MisuseError
-from phalanx.group import links
+from phalanx.group import endings
 from phalanx.testing.outcome import Ending, Outcome, failure_text
 from phalanx.testing.settings import Settings
 
@@ -288,7 +288,7 @@ def _of_the_program(stack: traceback.StackSummary) -> list[str]:
 
 def _announce(error: BaseException, rank: int) -> None:
     """Do what the interpreter's last exception hook does for a process: tell the rank's peers."""
-    for board in list(links._BOARDS):
+    for board in list(endings.BOARDS):
         if board.rank == rank:
             board.fail(error)
 
