@@ -1,5 +1,6 @@
 # make train   train the digits network with `phalanx run`
 # make test    run the tests
+# make ecosystem  run other people's libraries and scripts on Phalanx; installs them, a minute once
 # make bench   measure against torch's own DistributedDataParallel
 #
 # Each sets up .venv first, which takes about a minute once.
@@ -9,7 +10,7 @@ BIN := .venv/bin
 # An editable installation points to one folder, so a copied tree needs its own.
 INSTALLED := .venv/installed-$(shell printf '%s' '$(CURDIR)' | cksum | cut -d ' ' -f 1)
 
-.PHONY: train test bench clean
+.PHONY: train test ecosystem bench clean
 .DELETE_ON_ERROR:
 
 train: $(INSTALLED)
@@ -17,6 +18,10 @@ train: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+ecosystem: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples,ecosystem]'
+	$(BIN)/python -m pytest -m ecosystem tests/ecosystem
 
 bench: $(INSTALLED)
 	$(BIN)/phalanx bench

@@ -12,21 +12,25 @@ ROOT = Path(__file__).parents[1] / "phalanx"
 # The story of one training step, in order. A package may import the parts of Phalanx named here, and itself.
 MAY_IMPORT = {
     "errors": [],
-    "launch": ["errors"],
+    "misuse": ["errors"],
+    "status": ["errors"],  # what ranks are doing: asked from within (group) and from outside (launch)
+    "launch": ["errors", "status"],
     "transport": ["errors"],
-    "group": ["errors", "transport", "launch.environment"],
-    "reduce": ["errors", "transport", "group"],
-    "parallel": ["errors", "transport", "group", "reduce", "launch.environment"],
-    "nn": ["errors", "group", "parallel"],
-    "data": ["errors", "group", "parallel"],
-    "train": ["errors", "group", "parallel", "nn", "data", "launch.environment"],
+    "group": ["errors", "misuse", "status", "transport", "launch.environment"],
+    "reduce": ["errors", "misuse", "transport", "group"],
+    "parallel": ["errors", "misuse", "transport", "group", "reduce", "launch.environment"],
+    "nn": ["errors", "misuse", "group", "parallel"],
+    "data": ["errors", "misuse", "group", "parallel"],
+    "train": ["errors", "misuse", "group", "parallel", "nn", "data", "launch.environment"],
     "observe": ["errors", "launch", "transport", "group", "reduce", "parallel", ""],  # to measure it
     "testing": ["errors", "group", "transport", "launch.environment"],
-    "checkpoint": ["errors", "group", "parallel", "train"],
+    "checkpoint": ["errors", "group", "parallel", "train", "launch.environment"],
+    "dropin": ["errors", "group", "parallel", "nn", "data", "launch.environment"],
+    "integrations": ["errors", "group", "parallel", "nn", "data"],
     "__main__": ["launch"],
     "": ["*"],  # phalanx/__init__.py, the shop window
 }
-WITHOUT_TORCH = ["", "errors", "launch", "group.ticket"]
+WITHOUT_TORCH = ["", "errors", "misuse", "status", "launch", "group.ticket"]
 IMPORTS_IN_FUNCTIONS = ["__init__.py", "group/autoload.py", "launch/cli.py"]
 READS_THE_ENVIRONMENT = ["launch/environment.py"]
 LINES = 400

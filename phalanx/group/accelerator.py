@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import GroupName
 
 from phalanx.group.group import Group
 from phalanx.launch.environment import LOOPBACK, variable
@@ -44,7 +45,7 @@ def inner_group(
         backend = dist.ProcessGroupNCCL(store, rank, size, options)
     else:
         chosen, device = ProcessGroup.BackendType.GLOO, torch.device("cpu")
-        gloo = dist.ProcessGroupGloo._Options()
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
         gloo._timeout = timeout
         named = variable("GLOO_SOCKET_IFNAME", "")
         make = dist.ProcessGroupGloo.create_device
@@ -53,7 +54,7 @@ def inner_group(
     group._set_default_backend(chosen)
     backend._set_sequence_number_for_group()
     group._register_backend(device, chosen, backend)
-    group._set_group_name(f"phalanx {kind}")
+    group._set_group_name(GroupName(f"phalanx {kind}"))
     group._set_group_desc("inside a Phalanx group")
     return group
 

@@ -36,7 +36,7 @@ from phalanx.transport.protocol import Transport
 from phalanx.transport.reductions import Reduction
 from phalanx.transport.shm import SharedMemory
 
-Nccl = tuple  # the method of an NCCL group and its arguments
+Nccl = tuple[Any, ...]  # the method of an NCCL group and its arguments
 _CPU = torch.device("cpu")
 _SHUT_DOWN = "the process group has been shut down"
 
@@ -55,7 +55,7 @@ class Adapter(dist.ProcessGroup):
     def __init__(
         self, core: Group, kind: str, transport: Transport, store: dist.Store, owns_board: bool
     ) -> None:
-        super().__init__(core.rank, core.size)
+        super().__init__(core.rank, core.size)  # type: ignore[call-arg]  # the stubs know another constructor only
         self.core, self.board, self.transport = core, core.board, transport
         self.transport_kind = kind
         core.transport = transport
@@ -136,10 +136,11 @@ class Adapter(dist.ProcessGroup):
             work.tensors = result
         return self._noted(work)
 
-    def _noted(self, work: Any) -> Any:
+    def _noted(self, work: Any) -> Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
-        return work
+        noted: Work = work
+        return noted
 
     def _refuse_if_closed(self) -> None:
         if self.closed:
@@ -245,12 +246,12 @@ class Adapter(dist.ProcessGroup):
         """Take the user's description."""
         self._description = description
 
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc  # type: ignore[assignment]  # names of arguments
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> distributed_c10d.GroupName:
         """As getGroupName."""
-        return self._name
+        return distributed_c10d.GroupName(self._name)
 
     @property
     def group_desc(self) -> str:
@@ -261,7 +262,7 @@ class Adapter(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [_CPU, torch.device("cuda")] if torch.cuda.is_available() else [_CPU]
 
-    def _get_backend(self, device: torch.device) -> Adapter:
+    def _get_backend(self, device: torch.device) -> Any:
         if torch.device(device).type not in [each.type for each in self._device_types]:
             raise RuntimeError(f"No backend type associated with device type {torch.device(device).type}")
         return self
@@ -395,5 +396,6 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
-            return options._timeout
+            timeout: timedelta = options._timeout
+            return timeout
     return distributed_c10d.default_pg_timeout

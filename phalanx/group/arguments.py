@@ -26,7 +26,8 @@ def single(tensors: Any, call: str) -> Tensor:
         return tensors
     if len(tensors) != 1:
         raise ArgumentError(f"{call}: requires a single-element tensor list, got {len(tensors)}")
-    return tensors[0]
+    tensor: Tensor = tensors[0]
+    return tensor
 
 
 def non_empty(tensors: Sequence[Any], call: str) -> None:
@@ -105,7 +106,8 @@ def per_rank(lists: Sequence[Any], size: int, call: str, which: str) -> Sequence
             f"{call}: Incorrect {which} list size {len(lists[0])}. {which.capitalize()} list size should be "
             f"{size}, same as size of the process group (invalid {which} tensor list at index 0)."
         )
-    return lists[0]
+    inner: Sequence[Tensor] = lists[0]
+    return inner
 
 
 def none_here(lists: Sequence[Any], call: str, which: str) -> None:

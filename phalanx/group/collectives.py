@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class Collectives:
             self.core.fence()
 
     def reduce(
-        self, wire: bytes, tensor: Tensor, reduction: Reduction, root: int, factor: object = None
+        self, wire: bytes, tensor: Tensor, reduction: Reduction, root: int, factor: Any = None
     ) -> None:
         """Combine `tensor` of all ranks into that of `root` (-1: of all)."""
         copies: Copies = []
@@ -81,7 +82,7 @@ class Collectives:
             _copy_back(copies)
 
     def reduce_many(
-        self, wire: bytes, tensors: Sequence[Tensor], reduction: Reduction, factor: object = None
+        self, wire: bytes, tensors: Sequence[Tensor], reduction: Reduction, factor: Any = None
     ) -> None:
         """Combine several tensors of one dtype, as one."""
         whole = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
@@ -156,7 +157,7 @@ class Collectives:
         wire: bytes,
         calls: Sequence[tuple[Tensor, Sequence[Tensor]]],
         reduction: Reduction,
-        factor: object = None,
+        factor: Any = None,
     ) -> None:
         """Combine `inputs[r]` of all ranks into the output of rank r; for each of `calls`, as one."""
         copies: Copies = []

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from phalanx.errors import CollectiveTimeoutError, InternalError
+from phalanx.errors import InternalError
 from phalanx.group import dtypes, inline, ticket
 from phalanx.group.group import Following, Group, Rest
+from phalanx.group.slow import wait_longer
 from phalanx.group.ticket import Operation, State, Ticket
 from phalanx.transport.protocol import Transport
 from phalanx.transport.reductions import Reduction
@@ -45,12 +46,12 @@ class Follower:
             core.begin_following(wire)
             if core.size == 1:
                 return [ticket.decode(wire)]
-            deadline = time.monotonic() + core.timeout
+            began, deadline = core.since, time.monotonic() + min(core.timeout, core.board.slow_after)
             while not core.has_arrived():
                 self._serve_others()
                 core.board.wait_for_news(core.links, _POLL_SECONDS, core)
                 if time.monotonic() > deadline:
-                    raise CollectiveTimeoutError(str(core), [], core.rank, core.timeout)
+                    deadline = wait_longer(core, began)
             got = core.finish_following(wire)
             rest = None if core.throws_when_joined else self._take_part(core, got)
         if rest is not None:

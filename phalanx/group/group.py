@@ -20,12 +20,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from phalanx.errors import CollectiveTimeoutError, ExhaustedError, InternalError, MisuseError, RankMismatchError
-from phalanx.group import call_site, dtypes, rank_zero_block, ticket
+from phalanx.errors import ExhaustedError, InternalError, MisuseError, RankMismatchError
+from phalanx.group import call_site, dtypes, rank_zero_block, ticket, tracing
 from phalanx.group.links import COMMIT, DESCRIBE, HEADER, TICKET, Link, Switchboard
+from phalanx.group.slow import LongWait, wait_longer
 from phalanx.group.ticket import SIGNATURE, Operation
 from phalanx.launch.environment import LOOPBACK
-from phalanx.transport.protocol import Transport
+from phalanx.misuse import silenced
+from phalanx.transport.protocol import Fence, Transport
 from phalanx.transport.reductions import Reduction
 
 _REDUCTIONS = {int(reduction): reduction.name for reduction in Reduction}
@@ -35,7 +37,11 @@ _WAIT_COUNTS_FROM = 20e-6
 
 Rest = Callable[[], None] | None
 """What is left to do once a collective is over, when its group may be used again."""
-Handler = Callable[[list[bytes], Callable[[], object]], Rest]
+Handler = Callable[[list[bytes], Fence], Rest]
+_NOT_WHILE_FOLLOWING = (
+    "Make this call before or after join(), or while all ranks run; for a mean over the ranks that still run, "
+    "phalanx.mean(value, n)."
+)
 _NOT_TO_FOLLOW = {Operation.ARENA, Operation.WRAP, Operation.ALL_TO_ALL, Operation.ALL_REDUCE_SPARSE}
 
 
@@ -55,7 +61,11 @@ class Group:
         self.lock = threading.RLock()
         self.same_host = True
         self.wait_seconds = 0.0
-        self._peers: list[tuple[int, Link, deque]] = []
+        self.since = self.until = 0.0  # when the last round began and ended: it waits where it has not ended
+        self.awaiting = 0  # the first place that the present round waits for
+        self.long: LongWait | None = None  # the last wait that was long
+        self.labels: dict[int, str] = {}  # what models are called, by the tags of their tickets
+        self._peers: list[tuple[int, Link, deque[tuple[int, int, bytes]]]] = []
         for place, member in enumerate(self.members):
             if member != board.rank:
                 link = board.links[member]
@@ -76,6 +86,17 @@ class Group:
         return f"{what} at {call_site.here()}"
 
     @property
+    def key(self) -> str:
+        """What tells this group from others of its world, on all ranks."""
+        return f"{self.channel:x}"
+
+    def described(self) -> str:
+        """The call that this rank is in, or was in last, with what else is known of it."""
+        what = ticket.describe(self._doing, dtypes.NAMES, _REDUCTIONS) if self._doing else "no call"
+        label = self.labels.get(ticket.decode(self._doing).tag & ~1) if self._doing else None
+        return f"{what}{f': {label}' if label else ''} [group {self.name}, exchange {self.sequence}]"
+
+    @property
     def address(self) -> str:
         """The address of this host at which ranks of the group on other hosts reach it."""
         for link in self.links:
@@ -87,7 +108,8 @@ class Group:
 
     def collective(self, wire: bytes) -> Collective:
         """Begin one collective whose encoded ticket is `wire`. Use as a context; call it to fence."""
-        return Collective(self, wire)
+        fence = Collective(self, wire)
+        return fence if (recorder := tracing.recorder) is None else recorder.traced(fence, wire)
 
     def tickets(self, wire: bytes) -> list[bytes]:
         """Exchange tickets and return those of all ranks, in rank order.
@@ -96,7 +118,7 @@ class Group:
         when a rank can no longer come, CollectiveTimeoutError after the group's timeout.
         """
         block = rank_zero_block.current()
-        if block is not None and self.size > 1:
+        if block is not None and self.size > 1 and "rank-zero-collective" not in silenced:
             name = ticket.describe(wire, dtypes.NAMES, _REDUCTIONS)
             raise MisuseError(
                 f"{name} inside {block}, which only rank 0 runs: it would wait for ranks that never come",
@@ -132,16 +154,18 @@ class Group:
             raise ExhaustedError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
         call = ticket.decode(got[active[0]])
         rooted = call.operation in (Operation.BROADCAST, Operation.SCATTER) and call.tag == 0
-        if call.operation in _NOT_TO_FOLLOW or (rooted and call.root in following):
+        divides = call.reduction == Reduction.AVG  # by all ranks, of which some contribute nothing
+        if call.operation in _NOT_TO_FOLLOW or divides or (rooted and call.root in following):
             told = {p: ticket.describe(got[p], dtypes.NAMES, _REDUCTIONS) for p in active}
             told |= {p: "no call: it has run out of data and follows the others" for p in following}
             told[self.rank] += f" at {call_site.here()}" if self.rank in active else ""
-            raise RankMismatchError(told, self.rank, "Make this call before or after join(), or while all ranks run.")
+            raise RankMismatchError(told, self.rank, _NOT_WHILE_FOLLOWING)
 
     def begin_following(self, wire: bytes) -> None:
         """Send the ticket of a rank that takes part in whatever comes next; see follow.py. Hold the lock."""
         self.sequence += 1
         self._doing = wire
+        self.since, self.awaiting = time.perf_counter(), 0
         self._send(TICKET, wire)
 
     def has_begun(self) -> bool:
@@ -185,14 +209,17 @@ class Group:
 
     def _collect(self, kind: int, got: list[bytes] | None) -> None:
         board, sequence = self.board, self.sequence
-        started = time.perf_counter()
+        started = self.since = time.perf_counter()
         deadline = 0.0
         for place, link, box in self._peers:
             while True:
                 if not box:
-                    deadline = deadline or time.monotonic() + self.timeout
-                    if not board.wait(link, box, self.links, deadline, self):
-                        self._late()
+                    self.awaiting = place
+                    if not deadline:
+                        slow, limit = board.slow_after, self.timeout
+                        deadline = time.monotonic() + (limit if limit < slow else slow)
+                    while not board.wait(link, box, self.links, deadline, self):
+                        deadline = wait_longer(self, started)
                 kind_got, sequence_got, payload_got = box.popleft()
                 if sequence_got >= sequence:  # older ones are left from a collective that raised
                     break
@@ -200,7 +227,10 @@ class Group:
                 raise self._out_of_step(place, kind_got, sequence_got, payload_got)
             if got is not None:
                 got[place] = payload_got
-        waited = time.perf_counter() - started
+        self.until = time.perf_counter()
+        if (recorder := tracing.recorder) is not None:
+            recorder.waited(self, self._doing, kind, started, self.until)
+        waited = self.until - started
         if waited > _WAIT_COUNTS_FROM:
             self.wait_seconds += waited
 
@@ -213,9 +243,11 @@ class Group:
         calls = {self.rank: f"{self}, step {self.sequence} of this group", place: other}
         return RankMismatchError(calls, self.rank, "One of them has left a collective by an exception and gone on.")
 
-    def _late(self) -> None:
-        missing = [place for place, _, box in self._peers if not box]
-        raise CollectiveTimeoutError(str(self), missing, self.rank, self.timeout)
+    def awaited(self) -> list[int]:
+        """The places that the present round waits for: from the first one on, all whose frame is not here."""
+        sequence = self.sequence
+        late = [place for place, _, box in self._peers if not (box and box[-1][1] >= sequence)]
+        return [place for place in late if place >= self.awaiting]
 
     def _mismatch(self, got: list[bytes]) -> None:
         """Tell the others in words where this rank is, hear the same from them, raise."""
@@ -255,7 +287,7 @@ class Group:
                 os.close(descriptor)
 
     def _descriptor(self, link: Link, key: bytes) -> int:
-        deadline = time.monotonic() + self.timeout
+        started, deadline = time.perf_counter(), time.monotonic() + min(self.timeout, self.board.slow_after)
         while True:
             with link.side_lock:
                 if key in link.descriptors:
@@ -270,9 +302,10 @@ class Group:
                     continue
             if name == b"" and link.lost is None:
                 self.board.read(link)
-            if link.lost or link.failed or link.left or time.monotonic() > deadline:
+            if link.lost or link.failed or link.left:
                 self.board.wait(link, deque(), self.links, 0.0, self)
-                self._late()
+            if time.monotonic() > deadline:
+                deadline = wait_longer(self, started, [self.members.index(link.peer)])
 
     # -- bytes ---------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ _FUNCTIONS: dict[Reduction, Callable[..., Any]] = {
     Reduction.MIN: np.minimum,
     Reduction.MAX: np.maximum,
 }
-_NUMPY = {
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
     torch.int32: np.dtype(np.int32),

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from phalanx.errors import ExhaustedError, MisuseError, PeerError, PeerFailedError, PeerLostError, RankMismatchError
-from phalanx.group import endings
+from phalanx.group import endings, slow
 
 HEADER = struct.Struct("<IB3xQQ")  # payload length, kind, channel, sequence
 TICKET, COMMIT, DESCRIBE, PAYLOAD, FAILED, LEAVING = range(1, 7)
@@ -159,6 +159,8 @@ class Switchboard:
         self.alarm = False
         self.closed = ""
         self.owner = os.getpid()
+        self.watch: Any = None  # the Watchdog, once all ranks have met
+        self.slow_after = slow.default()
         self._spin = _SPIN_SECONDS if spin else 0.0
         self._turn = threading.Condition()
         self._leading = False
@@ -208,22 +210,23 @@ class Switchboard:
     def _sleep(self, link: Link, box: Sized, members: Iterable[Link], deadline: float, call: Any) -> bool:
         while True:
             with self._turn:
-                while self._leading and not box:
+                while self._leading and not box and time.monotonic() < deadline:
                     self._turn.wait(0.05)
                 if box:
                     return True
-                self._leading = True
-            with self._ceding():
-                remaining = deadline - time.monotonic()
-                if remaining > 0 and not box:
-                    self._read_ready(remaining)
+                leads, self._leading = not self._leading, True
+            if leads:
+                with self._ceding():
+                    remaining = deadline - time.monotonic()
+                    if remaining > 0 and not box:
+                        self._read_ready(remaining)
             if box:
                 return True
             if self.closed:
                 raise MisuseError(self.closed, rank=self.rank)
             if self.alarm:
                 self._check(link, box, members, call)
-            if not box and remaining <= 0:
+            if not box and time.monotonic() >= deadline:
                 return False
 
     def _read_ready(self, seconds: float) -> None:
@@ -376,6 +379,8 @@ class Switchboard:
             return
         self.closed = reason
         self.wake()
+        if self.watch is not None:
+            self.watch.close()
         for link in self.links.values():
             link.close()
         with contextlib.suppress(OSError):

@@ -15,9 +15,11 @@ import ctypes
 import struct
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from phalanx.group import call_site, dtypes
 from phalanx.group.collectives import Copies, laid_out
 from phalanx.group.group import Group
 from phalanx.group.links import HEADER, PAYLOAD, Frame, Link
+from phalanx.group.slow import LongWait
 from phalanx.group.works import DoneWork, PendingWork, Worker, seconds_of
 
 USER_CHANNEL, RING_CHANNEL = (
@@ -38,6 +41,7 @@ USER_CHANNEL, RING_CHANNEL = (
 )  # bits in which a channel differs from that of the group's tickets
 _FRAME_BYTES = 1 << 20
 _SENT_BY_CALLER = 64 << 10
+_SHARE_SECONDS = 0.2
 _TRAILER = struct.Struct("<BQ")  # dtype, elements
 
 
@@ -152,17 +156,19 @@ class Messages:
         """Wait until `work` has its message."""
         core = self._core
         seconds = core.timeout if seconds is None else seconds
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
+        deadline = began + seconds
         links = [self._links[place] for place in work.places if place != core.rank]
         while True:
             before = self.count(work.places)
             self.progress()
             if work.is_completed():
                 return
-            if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(str(work), list(work.places), core.rank, seconds)
+            now = time.monotonic()
+            if now - began > _SHARE_SECONDS or now > deadline:
+                work.report_long_wait(core, now - began, seconds)
             # Another thread may take what this one waits for, so no wait is long.
-            share = min(deadline, time.monotonic() + 0.2)
+            share = min(deadline, now + _SHARE_SECONDS)
             awaited = next((link for link in links if not link.left), links[0] if links else None)
             if awaited is None:
                 time.sleep(0.001)
@@ -197,14 +203,15 @@ class Receive(Work):
         self, messages: Messages, tensor: Tensor, places: Sequence[int], tag: int, rank: int
     ) -> None:
         super().__init__()
-        self.places, self.tag, self.bound = tuple(places), tag, None
+        self.places, self.tag = tuple(places), tag
         self.bound: int | None = None
         self.filled = False
         self._messages, self._tensor, self._rank = messages, tensor, rank
         self._site = call_site.here()
         self._error: BaseException | None = None
+        self._long: LongWait | None = None
         self._source = -1
-        self._future: Future | None = None
+        self._future: Future[Any] | None = None
 
     def __str__(self) -> str:
         source = f"src={self.places[0]}" if len(self.places) == 1 else "any source"
@@ -242,10 +249,27 @@ class Receive(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the message is in the tensor."""
         if not self.filled:
-            self._messages.wait(self, seconds_of(timeout))
+            try:
+                self._messages.wait(self, seconds_of(timeout))
+            finally:
+                if self._long is not None:
+                    self._long.end()
         if self._error is not None:
             raise self._error
         return True
+
+    def report_long_wait(self, core: Group, waited: float, limit: float) -> None:
+        """It has been waited for for `waited` seconds: report that when due, and raise after `limit`."""
+        if self._long is None:
+            members = [core.members[place] for place in self.places]
+            key, since = f"recv {core.key} {core.rank}", time.perf_counter() - waited
+            awaited = partial(_unless_filled, weakref.ref(self), members)
+            self._long = LongWait(core.board, str(self), key, self.tag, since, awaited)
+            self._long.begin()
+        if waited > limit:
+            report = self._long.report()
+            raise CollectiveTimeoutError(str(self), list(self.places), core.rank, limit, report=report)
+        self._long.look()
 
     def synchronize(self) -> None:
         """As wait()."""
@@ -269,7 +293,7 @@ class Receive(Work):
         """Return the tensor."""
         return [self._tensor]
 
-    def get_future(self) -> Future:
+    def get_future(self) -> Future[Any]:
         """Return a future of the tensor; a thread waits for it."""
         if self._future is None:
             self._future = Future()
@@ -278,7 +302,7 @@ class Receive(Work):
             ).start()
         return self._future
 
-    def _complete(self, future: Future) -> None:
+    def _complete(self, future: Future[Any]) -> None:
         try:
             self.wait()
             future.set_result([self._tensor])
@@ -290,6 +314,12 @@ class Receive(Work):
         return self._source
 
     _source_rank = source_rank
+
+
+def _unless_filled(receive: weakref.ref[Any], members: Sequence[int]) -> Sequence[int]:
+    """The ranks that a receive waits for."""
+    work = receive()
+    return () if work is None or work.filled else members
 
 
 def checked_tag(tag: int) -> int:

@@ -38,7 +38,7 @@ class PhalanxProcessGroup(Reducing):
 
     # -- copies --------------------------------------------------------------------------------------
 
-    def broadcast(
+    def broadcast(  # type: ignore[override]  # takes both overloads of the stubs
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None
     ) -> Work:
         """Copy a tensor of the root to all ranks."""
@@ -75,7 +75,7 @@ class PhalanxProcessGroup(Reducing):
         nccl = ("allgather_into_tensor_coalesced", list(outputs), list(inputs), opts)
         return self._stacked(list(zip(outputs, inputs, strict=True)), opts, nccl)
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]  # names of arguments
 
     def _stacked(self, pairs: Sequence[tuple[Tensor, Tensor]], opts: Any, nccl: Nccl) -> Work:
         calls, copies = [], []
@@ -120,7 +120,7 @@ class PhalanxProcessGroup(Reducing):
         wire = plain(Operation.ALL_GATHER, 0, code(first, "all_gather"), count, -1, len(calls) - 1)
         return self._launch(opts, result, first, wire, nccl, self.collectives.all_gather, calls, copies)
 
-    def gather(
+    def gather(  # type: ignore[override]
         self,
         outputs: Any,
         inputs: Any,
@@ -143,7 +143,7 @@ class PhalanxProcessGroup(Reducing):
         nccl = ("gather", [list(wanted)] if wanted else [], [tensor], opts)
         return self._launch(opts, wanted, tensor, wire, nccl, self.collectives.gather, wanted, tensor, root)
 
-    def scatter(
+    def scatter(  # type: ignore[override]
         self,
         outputs: Any,
         inputs: Any,
@@ -201,7 +201,7 @@ class PhalanxProcessGroup(Reducing):
         nccl = ("alltoall_base", output, input, output_split_sizes, input_split_sizes, opts)
         return self._all_to_all(inputs, outputs, [output], opts, nccl, copies)
 
-    alltoall_base = all_to_all_single
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def _all_to_all(
         self,
@@ -219,7 +219,7 @@ class PhalanxProcessGroup(Reducing):
 
     # -- barriers -----------------------------------------------------------------------
 
-    def barrier(self, opts: Any = None, *, timeout: timedelta | None = None) -> Work:
+    def barrier(self, opts: Any = None, *, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
         """Return when every rank has come."""
         opts = options(BarrierOptions, opts, timeout)
         wire = plain(Operation.BARRIER, 0, 0, 0, -1)
@@ -239,7 +239,7 @@ class PhalanxProcessGroup(Reducing):
             missing = late.missing if wait_all_ranks else late.missing[:1]
             names = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             text = f"{names} failed to pass monitoredBarrier in {round(late.seconds * 1000)} ms"
-            raise CollectiveTimeoutError(late.call, missing, late.rank, late.seconds, text) from None
+            raise CollectiveTimeoutError(late.call, missing, late.rank, late.seconds, text, late.report) from None
 
 
 def create(backend_options: Any, group_options: Any = None) -> PhalanxProcessGroup:

@@ -28,7 +28,7 @@ _UNSET = AllreduceOptions().timeout
 class Reducing(Adapter):
     """A process group with the collectives that combine."""
 
-    def allreduce(
+    def allreduce(  # type: ignore[override]  # takes both overloads of the stubs
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> Work:
         """Combine a tensor of all ranks, in place."""
@@ -104,7 +104,7 @@ class Reducing(Adapter):
             opts, tensors, tensors[0], wire, nccl, self.collectives.reduce_many, tensors, reduction, factor
         )
 
-    def reduce(
+    def reduce(  # type: ignore[override]
         self,
         tensors: Any,
         opts: Any = None,
@@ -124,7 +124,7 @@ class Reducing(Adapter):
             opts, [tensor], tensor, wire, nccl, self.collectives.reduce, tensor, reduction, root, factor
         )
 
-    def reduce_scatter(
+    def reduce_scatter(  # type: ignore[override]
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> Work:
         """Combine the r-th input of all ranks into the output of rank r."""
@@ -141,7 +141,7 @@ class Reducing(Adapter):
         nccl = ("_reduce_scatter_base", output, input, opts)
         return self._reduce_scatter([self._scattered(output, input)], opts, nccl)
 
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # names of arguments
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -155,7 +155,7 @@ class Reducing(Adapter):
             [self._scattered(*pair) for pair in zip(outputs, inputs, strict=True)], opts, nccl
         )
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def _scattered(self, output: Tensor, whole: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         arguments.stacked(whole, output, self.core.size, "reduce_scatter_tensor", ("input", "output"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import socket
@@ -24,11 +25,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.errors import CollectiveTimeoutError, MisuseError, PeerLostError
+from phalanx.errors import CollectiveTimeoutError, MisuseError, PeerLostError, name_ranks
+from phalanx.group import departures, slow
 from phalanx.group.links import Link, Switchboard
+from phalanx.group.watchdog import Watchdog, world_name
+from phalanx.status.asking import Peer, socket_name
 
 _HELLO = struct.Struct("<32sIB")  # token of the listener, rank of the caller, which socket
 _DATA, _SIDE = 0, 1
+_log = logging.getLogger("phalanx")
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Switchboard:
@@ -43,8 +48,10 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Switchb
 class _Meeting:
     def __init__(self, store: dist.Store, rank: int, size: int, seconds: float) -> None:
         self.store, self.rank, self.size, self.seconds = store, rank, size, seconds
-        self.deadline = time.monotonic() + seconds
+        self.began, self.say_after = time.monotonic(), slow.default()
+        self.deadline = self.began + seconds
         self.token = os.urandom(16).hex()
+        self.own_record = {"token": self.token, "pid": os.getpid(), "host": socket.gethostname()}
         self.records: dict[int, dict[str, Any]] = {}
         self.halves: dict[int, dict[int, socket.socket]] = {}
         self.tcp: set[int] = set()
@@ -52,9 +59,10 @@ class _Meeting:
 
     def run(self) -> Switchboard:
         board = Switchboard(self.rank, self.size, spin=False)
-        if self.size == 1:
-            return board
         try:
+            if self.size == 1:
+                board.watch = self._watchdog(board)
+                return board
             self._publish()
             self._read_records()
             unreachable = [peer for peer in range(self.rank) if not self._connect_unix(peer)]
@@ -65,6 +73,7 @@ class _Meeting:
             self._accept_all()
             for peer in sorted(self.halves):
                 board.add(self._link(peer))
+            board.watch = self._watchdog(board)
         except BaseException:
             for pair in self.halves.values():
                 for sock in pair.values():
@@ -92,10 +101,7 @@ class _Meeting:
                 f"two processes claim rank {self.rank} of {self.size}",
                 "give every process its own RANK; one job needs its own MASTER_PORT or store path", self.rank,
             )  # fmt: skip
-        record = {
-            "unix": listener.getsockname().hex(), "token": self.token, "size": self.size, "pid": os.getpid(),
-            "host": socket.gethostname(),
-        }  # fmt: skip
+        record = self.own_record | {"unix": listener.getsockname().hex(), "size": self.size}
         self.store.set(f"record/{self.rank}", json.dumps(record))
 
     def _read_records(self) -> None:
@@ -115,6 +121,8 @@ class _Meeting:
         while not self._written(key):
             if time.monotonic() > self.deadline:
                 raise self._late(peer)
+            departures.check(peer, self.rank, self.size, "joining the process group")
+            self._say_when_slow(peer)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)
         return json.loads(self.store.get(key))
@@ -127,12 +135,29 @@ class _Meeting:
             where = "the store (it runs in rank 0 or in the launcher)"
             raise PeerLostError(0, self.rank, "joining the process group", f"{where}: {error}") from None
 
-    def _late(self, peer: int) -> CollectiveTimeoutError:
+    def _missing(self) -> list[int]:
         missing = []
         for other in range(self.size):
             with contextlib.suppress(RuntimeError):
                 if other != self.rank and not self.store.check([f"record/{other}"]):
                     missing.append(other)
+        return missing
+
+    def _say_when_slow(self, peer: int) -> None:
+        """Say who has not come when that takes long, and after each doubling: the lowest rank that has."""
+        waited = time.monotonic() - self.began
+        if waited < self.say_after:
+            return
+        self.say_after *= 2
+        missing = self._missing() or [peer]
+        if self.rank == min(set(range(self.size)) - set(missing)):
+            text = "phalanx: %d of %d ranks have waited %.1f s to join the process group: %s not there yet"
+            verb = "is" if len(missing) == 1 else "are"
+            here = self.size - len(missing)
+            _log.warning(text, here, self.size, waited, f"{name_ranks(missing)} {verb}")
+
+    def _late(self, peer: int) -> CollectiveTimeoutError:
+        missing = self._missing()
         return CollectiveTimeoutError(
             "joining the process group", missing or [peer], self.rank, self.seconds,
             f"{self.size - len(missing or [peer])} of {self.size} ranks are here. Usual causes: the process "
@@ -231,6 +256,25 @@ class _Meeting:
             self.halves.setdefault(peer, {})[which] = sock
             if listener.family != socket.AF_UNIX:
                 self.tcp.add(peer)
+
+    def _watchdog(self, board: Switchboard) -> Watchdog:
+        """The one that says what this rank is doing; it listens for other hosts only where there are any."""
+        records = self.records | {self.rank: self.own_record}
+        world, tcp, peers = world_name(records[0]["token"]), None, []
+        if self.tcp:
+            tcp = socket.create_server(("", 0), backlog=self.size * 2)
+            port = tcp.getsockname()[1]
+            addresses = [[host, port] for host in _addresses(self.store)]
+            self.store.set(f"watch/{self.rank}", json.dumps(addresses))
+        for rank, record in sorted(records.items()):
+            pid, unix, far = record["pid"], "", []
+            if rank in self.tcp:
+                far = self._get(f"watch/{rank}", rank)
+            else:
+                unix = socket_name(pid, rank, self.size, world)
+            ways = tuple((str(host), int(port)) for host, port in far)
+            peers.append(Peer(rank, pid, record["host"], unix, ways, record["token"]))
+        return Watchdog(board, world, peers, tcp)
 
     def _link(self, peer: int) -> Link:
         record, pair = self.records[peer], self.halves[peer]

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 SIGNATURE = struct.Struct("<BBBxiQQ8x")
 PERSONAL = struct.Struct("<BBHIdd")
 HEAD_BYTES = SIGNATURE.size + PERSONAL.size
+_DIGEST = slice(SIGNATURE.size + 2, SIGNATURE.size + 4)
 
 
 class Operation(enum.IntEnum):
@@ -58,7 +59,8 @@ class Ticket:
 
     `count` is in elements, `dtype` is a code of phalanx.group.dtypes, `tag` tells calls of one kind
     apart (a reducer's plan hash, say), `unit` and `total` are the weights of the gradient (see
-    reduce/policy.py), `bitmap` holds one bit per parameter that this rank produced.
+    reduce/policy.py), `bitmap` holds one bit per parameter that this rank produced, `digest` stands for the
+    model of this rank (0: nothing is said of it).
     """
 
     operation: Operation
@@ -73,6 +75,7 @@ class Ticket:
     total: float = 1.0
     bitmap: bytes = b""
     extra: bytes = b""
+    digest: int = 0
 
     def signature(self) -> bytes:
         """The part that must be equal on all ranks, as bytes."""
@@ -82,7 +85,7 @@ class Ticket:
         """The whole ticket as bytes."""
         return (
             self.signature()
-            + PERSONAL.pack(self.state, self.weighed, 0, len(self.bitmap), self.unit, self.total)
+            + PERSONAL.pack(self.state, self.weighed, self.digest, len(self.bitmap), self.unit, self.total)
             + self.bitmap
             + self.extra
         )
@@ -91,11 +94,11 @@ class Ticket:
 def decode(wire: bytes) -> Ticket:
     """Read a ticket back from its bytes."""
     operation, reduction, dtype, root, count, tag = SIGNATURE.unpack_from(wire)
-    state, weighed, _, bits, unit, total = PERSONAL.unpack_from(wire, SIGNATURE.size)
+    state, weighed, digest, bits, unit, total = PERSONAL.unpack_from(wire, SIGNATURE.size)
     start = SIGNATURE.size + PERSONAL.size
     return Ticket(
         Operation(operation), reduction, dtype, count, root, tag,
-        State(state), bool(weighed), unit, total, wire[start : start + bits], wire[start + bits :],
+        State(state), bool(weighed), unit, total, wire[start : start + bits], wire[start + bits :], digest,
     )  # fmt: skip
 
 
@@ -105,6 +108,16 @@ def plain(operation: int, reduction: int, dtype: int, count: int, root: int, tag
 
 
 _ACTIVE = PERSONAL.pack(State.ACTIVE, False, 0, 0, 1.0, 1.0)
+
+
+def carrying(wire: bytes, digest: int) -> bytes:
+    """The same encoded ticket with another digest."""
+    return wire[: _DIGEST.start] + digest.to_bytes(2, "little") + wire[_DIGEST.stop :]
+
+
+def digest(wire: bytes) -> int:
+    """The digest in an encoded ticket."""
+    return int.from_bytes(wire[_DIGEST], "little")
 
 
 def extra(wire: bytes) -> bytes:

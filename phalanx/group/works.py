@@ -32,7 +32,7 @@ def seconds_of(timeout: timedelta | None) -> float | None:
     return timeout.total_seconds()
 
 
-class Gathered(list):
+class Gathered(list[Any]):
     """The outputs of all_gather, whose future holds them stacked in one tensor, as NCCL's does.
 
     torch's quantisation hooks read it so.
@@ -68,13 +68,13 @@ class DoneWork(Work):
         """There is none."""
         return None
 
-    def result(self) -> Sequence[Any]:
+    def result(self) -> list[Any]:
         """Return the outputs."""
-        return self.tensors
+        return list(self.tensors)
 
-    def get_future(self) -> Future:
+    def get_future(self) -> Future[Any]:
         """Return a completed future of the outputs."""
-        future: Future = Future()
+        future: Future[Any] = Future()
         future.set_result(_value_of(self.tensors))
         return future
 
@@ -96,7 +96,7 @@ class PendingWork(Work):
         self._gate.acquire()
         self._finished = False
         self._error: BaseException | None = None
-        self._future: Future | None = None
+        self._future: Future[Any] | None = None
         self._making = threading.Lock()
 
     def finish(self, error: BaseException | None = None) -> None:
@@ -109,7 +109,7 @@ class PendingWork(Work):
         if future is not None:
             self._complete(future)
 
-    def _complete(self, future: Future) -> None:
+    def _complete(self, future: Future[Any]) -> None:
         if self._error is None:
             future.set_result(_value_of(self.tensors))
         else:
@@ -144,15 +144,15 @@ class PendingWork(Work):
         """Return the error of a work that is done, if it has one."""
         return self._error
 
-    def result(self) -> Sequence[Any]:
+    def result(self) -> list[Any]:
         """Return the outputs of a work that is done."""
         if not self._finished:
             raise RuntimeError(
                 "Work needs to be completed before calling result(). Should call wait() before result()."
             )
-        return self.tensors
+        return list(self.tensors)
 
-    def get_future(self) -> Future:
+    def get_future(self) -> Future[Any]:
         """Return a future of the outputs."""
         with self._making:
             made = self._future is None
@@ -199,14 +199,14 @@ class ManyWorks(Work):
         """Return the first error, if there is one."""
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
-    def result(self) -> Sequence[Any]:
+    def result(self) -> list[Any]:
         """Return all outputs, in order."""
         return [tensor for work in self._works for tensor in work.result()]
 
-    def get_future(self) -> Future:
+    def get_future(self) -> Future[Any]:
         """Return a future of all outputs."""
         if not self._works:
-            future: Future = Future()
+            future: Future[Any] = Future()
             future.set_result([])
             return future
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(

@@ -16,13 +16,14 @@ import socket
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
 
 import torch.distributed as dist
 
 from phalanx.errors import CollectiveTimeoutError, MisuseError
-from phalanx.group import autoload
+from phalanx.group import autoload, departures, endings, slow
 from phalanx.launch.environment import LOOPBACK, Launcher, Place
 
 _MEET_SECONDS = 300.0  # how long ranks wait for rank 0's store where the user set no timeout
@@ -31,18 +32,25 @@ _CONNECT_SECONDS = 2.0
 _RETRY_SECONDS = (0.02, 0.5)  # the first pause between attempts, and the longest
 _generations = count()
 _stores: dict[tuple[Place, int], dist.TCPStore] = {}
+_before_shutdown: list[Callable[[], object]] = []
 
 
-def init(backend: str = "phalanx", timeout: float | timedelta | None = None) -> None:
+def init(
+    backend: str = "phalanx", timeout: float | timedelta | None = None, slow_after: float | None = None
+) -> None:
     """Join the world that the launcher made. Collective: every rank, once.
 
     Without a launcher the world is this process alone, and everything works. If torch.distributed is
     initialized already, that world is taken as it is. `timeout` is in seconds, for meeting and for
-    collectives; by default ranks wait 5 minutes for rank 0, and torch's default for collectives.
+    collectives; by default ranks wait 5 minutes for rank 0, and torch's default for collectives. A wait for
+    other ranks that takes longer than `slow_after` seconds (PHALANX_SLOW_AFTER, or 10) is reported as a
+    warning that says what every rank is doing; `float("inf")` turns that off.
 
     Raises MisuseError if the launcher's variables are wrong, MASTER_ADDR has no address or rank 0's port
     is taken, and CollectiveTimeoutError if a rank does not arrive in time.
     """
+    if slow_after is not None:
+        slow.choose(slow_after, list(endings.BOARDS))
     if dist.is_initialized():
         return
     limit = _limit(timeout)
@@ -59,9 +67,16 @@ def init(backend: str = "phalanx", timeout: float | timedelta | None = None) -> 
 
 
 def shutdown() -> None:
-    """Close the process groups. May be called again, or without `init`; also runs at exit."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Finish trackers and close the process groups. May be called again, or without `init`; also runs at exit."""
+    with contextlib.ExitStack() as stack:  # which runs all, though one raises; the last that was added first
+        stack.callback(_close_groups)
+        for action in _before_shutdown:
+            stack.callback(action)
+
+
+def before_shutdown(action: Callable[[], object]) -> None:
+    """Call `action` whenever `shutdown` is called, before the groups are closed; by any rank of this process."""
+    _before_shutdown.append(action)
 
 
 def rank() -> int:
@@ -91,6 +106,12 @@ def local_rank() -> int:
 def is_main() -> bool:
     """Whether this is rank 0."""
     return rank() == 0
+
+
+def _close_groups() -> None:
+    slow.choose(None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _shutdown_of(owner: int) -> None:
@@ -141,9 +162,8 @@ def _open_store(place: Place, seconds: float) -> dist.TCPStore:
     if opened and isinstance(opened[0], dist.TCPStore):
         return opened[0]
     waited = time.monotonic() - began
-    raise _unreachable(place, waited, "what listens there does not answer as a store") from next(
-        iter(opened), None
-    )
+    failed = next((error for error in opened if isinstance(error, Exception)), None)
+    raise _unreachable(place, waited, "what listens there does not answer as a store") from failed
 
 
 def _serve(place: Place, seconds: float) -> dist.TCPStore:
@@ -173,7 +193,7 @@ def _serve(place: Place, seconds: float) -> dist.TCPStore:
 def _tcp_store(place: Place, host: str, seconds: float, serves: bool) -> dist.TCPStore:
     return dist.TCPStore(
         host,
-        place.master_port,
+        place.master_port or 0,
         place.world_size,
         is_master=serves,
         timeout=timedelta(seconds=seconds),
@@ -207,6 +227,7 @@ def _await_server(place: Place, began: float, seconds: float) -> None:
         except OSError as error:
             if time.monotonic() + pause >= deadline:
                 raise _unreachable(place, time.monotonic() - began, error.strerror or str(error)) from None
+        departures.check(0, place.rank, place.world_size, "phalanx.init")
         time.sleep(pause)
         pause = min(2 * pause, _RETRY_SECONDS[1])
 

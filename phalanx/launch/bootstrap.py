@@ -3,8 +3,9 @@
 The launcher starts `python -u bootstrap.py RUN_DIR RANK LAUNCHER_PID script|module TARGET ARGS...` by
 path, so that nothing of the current directory can take its place, and it imports the standard library
 only. The script must not be able to tell: sys.argv, sys.path[0] and __main__ are what plain `python
-TARGET ARGS` would give it, and errors end the process as they would there. What is added is a record
-of the uncaught exception in RUN_DIR, from which the launcher finds the rank that failed first.
+TARGET ARGS` would give it, and errors end the process as they would there. What is added are records
+in RUN_DIR: of the uncaught exception, from which the launcher finds the rank that failed first, or of
+the moment when all was done. Where the disk is full they are missing, and nothing else goes wrong.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from collections.abc import Callable, Iterator
 # On this signal a rank writes the Python stacks of its threads to RUN_DIR. A real-time signal, because
 # scripts and schedulers give SIGUSR1 and SIGUSR2 meanings of their own.
 STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
+RUN_DIR = "PHALANX_RUN_DIR"  # the variable in which a rank finds its launcher's folder
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_PEER_ERROR = ("phalanx.errors", "PeerError")
+_ERRORS = "phalanx.errors"
+_LONGEST_MESSAGE = 10_000  # characters; what is longer loses its middle
+_LONGEST_TRACEBACK = 50_000
 
 
 def record_path(run_dir: str, rank: int) -> str:
@@ -41,6 +45,16 @@ def record_path(run_dir: str, rank: int) -> str:
 def stack_path(run_dir: str, rank: int) -> str:
     """Where a rank writes its stacks on STACK_SIGNAL."""
     return os.path.join(run_dir, f"rank-{rank}.stack")
+
+
+def done_path(run_dir: str, rank: int) -> str:
+    """Where a rank writes when its script had come to a good end, on the monotonic clock."""
+    return os.path.join(run_dir, f"rank-{rank}.done")
+
+
+def gone_path(run_dir: str, rank: int) -> str:
+    """Where the launcher writes the exit code of a rank that has ended, for ranks that wait for it."""
+    return os.path.join(run_dir, f"rank-{rank}.gone")
 
 
 def die_with(parent: int) -> None:
@@ -65,23 +79,25 @@ def enable_stacks(run_dir: str, rank: int) -> None:
     except (AttributeError, ValueError, io.UnsupportedOperation):
         pass  # no stderr to write to, as under plain python
     if STACK_SIGNAL is not None:
-        stacks = open(stack_path(run_dir, rank), "w")  # noqa: SIM115 (open for as long as the process lives)
+        try:
+            stacks = open(stack_path(run_dir, rank), "w")  # noqa: SIM115 (open for as long as the process lives)
+        except OSError:
+            return  # the launcher sees that there is no file to ask for
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
 
 
 def recorded(run_dir: str, rank: int, run: Callable[[], None]) -> None:
     """Call `run`; record and print an uncaught exception as the interpreter would, without our frames."""
+    owner = os.getpid()
     try:
         run()
     except SystemExit as stop:
-        code = _exit_code(stop.code)
-        if code != 0:
-            _write(run_dir, rank, stop, code)
+        _record_exit(run_dir, rank, stop, owner)
         raise
     except BaseException as error:
         shown = error.with_traceback(_users_frames(error.__traceback__))
         interrupted = isinstance(error, KeyboardInterrupt)
-        _write(run_dir, rank, shown, 128 + signal.SIGINT if interrupted else 1)
+        _write(run_dir, rank, shown, 128 + signal.SIGINT if interrupted else 1, owner)
         try:
             sys.excepthook(type(error), shown, shown.__traceback__)
         except Exception:
@@ -90,6 +106,15 @@ def recorded(run_dir: str, rank: int, run: Callable[[], None]) -> None:
         # printed already.
         sys.excepthook = _printed
         raise
+    _put(done_path(run_dir, rank), str(time.monotonic()), owner)
+
+
+def _record_exit(run_dir: str, rank: int, stop: SystemExit, owner: int) -> None:
+    code = _exit_code(stop.code)
+    if code == 0:
+        _put(done_path(run_dir, rank), str(time.monotonic()), owner)
+    else:
+        _write(run_dir, rank, stop, code, owner)
 
 
 def _printed(*_: object) -> None:
@@ -121,32 +146,62 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _write(run_dir: str, rank: int, error: BaseException, code: int) -> None:
-    blamed = None
-    for link in _chain(error):
-        if any((base.__module__, base.__name__) == _PEER_ERROR for base in type(link).__mro__):
-            blamed = getattr(link, "peer", None)
+def _write(run_dir: str, rank: int, error: BaseException, code: int, owner: int) -> None:
+    """Record the exception that ends this rank."""
     kind = type(error)
-    name = (
-        kind.__qualname__
-        if kind.__module__ in ("builtins", "__main__")
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    name = kind.__qualname__
+    if kind.__module__ not in ("builtins", "__main__", None):
+        name = f"{kind.__module__}.{name}"
     tb = _users_frames(error.__traceback__)
     leaving = isinstance(error, SystemExit)
-    text = "".join(traceback.format_exception(kind, error, tb, chain=not leaving))
+    blamed, named = _spoken_of(error)
     record = {
         "time": time.monotonic(),
         "exception": name,
-        "message": _text(error),
-        "traceback": "" if leaving and tb is None else text,
+        "message": _cut(_text(error), _LONGEST_MESSAGE),
+        "traceback": "" if leaving and tb is None else _cut(_formatted(error, tb), _LONGEST_TRACEBACK),
         "blames": blamed,
         "code": code,
+        "names": named,
     }
-    path = record_path(run_dir, rank)
+    _put(record_path(run_dir, rank), json.dumps(record), owner)
+
+
+def _formatted(error: BaseException, tb: types.TracebackType | None) -> str:
+    try:
+        lines = traceback.format_exception(type(error), error, tb, chain=not isinstance(error, SystemExit))
+    except Exception:  # noqa: BLE001 (an exception that cannot be formatted must still be recorded)
+        lines = [*traceback.format_tb(tb), f"{type(error).__qualname__}: {_text(error)}\n"]
+    return "".join(lines)
+
+
+def _spoken_of(error: BaseException) -> tuple[int | None, list[int]]:
+    """The rank that a PeerError among an exception's causes blames, and all ranks that Phalanx's errors name."""
+    blamed, named = None, set()
+    for link in _chain(error):
+        kinds = {base.__name__ for base in type(link).__mro__ if base.__module__ == _ERRORS}
+        if "PeerError" in kinds:
+            blamed = getattr(link, "peer", None)
+        if "PhalanxError" in kinds:
+            spoken_of = (*getattr(link, "calls", ()), *getattr(link, "missing", ()))
+            named |= {each for each in spoken_of if isinstance(each, int)}
+    return blamed, sorted(named)
+
+
+def _cut(text: str, longest: int) -> str:
+    half = longest // 2
+    if len(text) <= longest:
+        return text
+    return f"{text[:half]}\n... ({len(text) - 2 * half} characters left out) ...\n{text[-half:]}"
+
+
+def _put(path: str, text: str, owner: int) -> None:
+    """Write a file that is there whole or not at all; a process forked from the rank writes none."""
+    if os.getpid() != owner:
+        return
     try:
         with open(path + ".part", "w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump(record, file)
+            file.write(text)
         os.replace(path + ".part", path)
     except OSError:
         pass  # a full disk must not hide the error itself; the launcher still sees the exit code
@@ -165,7 +220,7 @@ def run_script(path: str, args: list[str]) -> None:
     if pkgutil.get_importer(path) is not None:  # a folder or an archive with a __main__.py
         sys.path[0] = os.path.abspath(path)
         _new_main()
-        runpy._run_module_as_main("__main__", False)  # what `python FOLDER` itself calls
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # what `python FOLDER` itself calls
         return
     sys.path[0] = os.path.dirname(os.path.realpath(path))
     full = os.path.abspath(path)
@@ -185,7 +240,7 @@ def run_module(name: str, args: list[str]) -> None:
     sys.argv = ["-m", *args]
     sys.path[0] = os.getcwd()
     _new_main()
-    runpy._run_module_as_main(name)  # what `python -m` itself calls
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # what `python -m` itself calls
 
 
 def _new_main() -> types.ModuleType:

@@ -23,6 +23,7 @@ class Command:
 
 COMMANDS = {
     "run": Command("phalanx.launch.run", "main", "start a script on several ranks"),
+    "doctor": Command("phalanx.launch.doctor", "main", "say what every rank of a running job is doing"),
     "bench": Command("phalanx.observe.bench", "main", "measure all-reduce and step times on this host"),
 }
 
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(argv)
     command = COMMANDS[given.command]
-    return getattr(importlib.import_module(command.module), command.function)(given.args)
+    code: int = getattr(importlib.import_module(command.module), command.function)(given.args)
+    return code
 
 
 if __name__ == "__main__":

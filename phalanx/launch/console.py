@@ -16,7 +16,7 @@ import tty
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.launch.output import Sink, Stream
+from phalanx.launch.output import Sink, Stream, Tail
 
 _READ_SIZE = 1 << 16
 _WINDOW = "HHHH"  # rows, columns and two sizes in pixels, as the terminal driver packs them
@@ -28,6 +28,7 @@ class Channel:
 
     fd: int
     streams: Sequence[Stream]
+    tail: Tail | None = None  # of standard error
     terminal: int | None = None  # the launcher's own terminal, if this end is a pseudo-terminal
     ends: tuple[int, ...] = ()  # the rank's end, until the rank has started
 
@@ -42,20 +43,25 @@ class Console:
     while_blocked: Callable[[], bool]
     channels: list[Channel] = field(default_factory=list)
     _sinks: dict[int, Sink] = field(default_factory=dict)
-    _logs: list[int] = field(default_factory=list)
+    _logs: dict[Sink, str] = field(default_factory=dict)
+    _tails: dict[int, Tail] = field(default_factory=dict)
 
-    def open(self, prefix: str, interactive: bool, log: str | None) -> tuple[Channel, Channel]:
-        """Make the two streams of a rank; `interactive` asks for terminals where the launcher has them."""
+    def open(self, rank: int, prefix: str, interactive: bool, log: str | None) -> tuple[Channel, Channel]:
+        """Make the two streams of a rank; `interactive` asks for terminals where the launcher has them.
+
+        Raises OSError if the log file cannot be written, or another launcher is writing it.
+        """
         log_sink = None
         if log is not None:
-            self._logs.append(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644))
-            log_sink = Sink(self._logs[-1], lambda: False)
+            log_sink = Sink(_open_log(log), lambda: False)
+            self._logs[log_sink] = log
         opened = []
         for fd in (1, 2):
             streams = [Stream(self._sink(fd), prefix)]
             if log_sink is not None:
                 streams.append(Stream(log_sink))
             opened.append(_open_channel(streams, fd if interactive and os.isatty(fd) else None, len(prefix)))
+        self._tails[rank] = opened[1].tail = Tail()
         self.channels += opened
         return opened[0], opened[1]
 
@@ -75,6 +81,9 @@ class Console:
         if data:
             for stream in channel.streams:
                 stream.feed(data, time.monotonic())
+            if channel.tail is not None:
+                channel.tail.feed(data)
+            self._say_broken_logs()
         if not data or channel.streams[0].sink.broken and len(channel.streams) == 1:
             self.close(channel)  # a broken pipe is passed on: the rank's next write gets it too
             return False
@@ -114,9 +123,14 @@ class Console:
                         selector.register(key.fd, selectors.EVENT_READ, key.data)
         for channel in list(self.channels):
             self.close(channel)
-        for fd in self._logs:
-            os.close(fd)
+        self._say_broken_logs()
+        for sink in self._logs:
+            os.close(sink.fd)
         self._logs.clear()
+
+    def last_lines(self, rank: int) -> list[str]:
+        """The last lines that a rank wrote to standard error; none where it writes there directly."""
+        return self._tails[rank].lines() if rank in self._tails else []
 
     def resize(self) -> None:
         """The launcher's terminal has a new size; tell the ranks that have one of their own."""
@@ -125,11 +139,15 @@ class Console:
                 prefix = len(channel.streams[0].prefix)
                 _copy_size(channel.terminal, channel.fd, prefix)
 
+    def _say_broken_logs(self) -> None:
+        for sink, log in self._logs.items():
+            if sink.error is not None:
+                self.say(f"phalanx: from here on nothing is written to {log}: {sink.error.strerror}\n")
+                sink.error = None
+
     def say(self, text: str) -> None:
         """The launcher's own words, on standard error."""
-        sink = self._sink(2)
-        sink.close_line()
-        sink.write(text.encode(errors="backslashreplace"))
+        self._sink(2).tell(text)
 
     def _sink(self, fd: int) -> Sink:
         """The sink of one of our own streams; one for both where both are the same terminal or file."""
@@ -139,6 +157,20 @@ class Console:
         return self._sinks[fd]
 
 
+def _open_log(path: str) -> int:
+    """Open a log file and hold it, so that two launchers cannot write the same one."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise OSError(error.errno, "another run is writing it", path) from None
+    except OSError:
+        pass  # a file system without locks, or no file at all (a terminal, /dev/null)
+    return fd
+
+
 def _open_channel(streams: Sequence[Stream], terminal: int | None, prefix: int) -> Channel:
     if terminal is None:
         ours, theirs = os.pipe()
@@ -146,7 +178,7 @@ def _open_channel(streams: Sequence[Stream], terminal: int | None, prefix: int) 
         ours, theirs = os.openpty()
         tty.setraw(theirs, termios.TCSANOW)  # the real terminal behind us translates line ends
         _copy_size(terminal, ours, prefix)
-    return Channel(ours, streams, terminal, (theirs,))
+    return Channel(ours, streams, None, terminal, (theirs,))
 
 
 def _copy_size(source: int, target: int, prefix: int) -> None:

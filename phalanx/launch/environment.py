@@ -13,13 +13,17 @@ import os
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from phalanx.errors import MisuseError
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
+DROP_IN = "PHALANX_DROPIN"
+RESUME = "PHALANX_RESUME"
+DROP_IN_SAID = "PHALANX_DROPIN_SAID"  # set by the process that has said what is replaced, for its children
+REPLACEABLE = ("ddp", "syncbn", "sampler", "gloo")
 _FIRST_DERIVED_PORT = 10000  # below the range from which kernels hand out free ports
 _DERIVED_PORTS = 20000
 _PORT_STEP = 997  # keeps the steps of one Slurm job on ports of their own
@@ -42,7 +46,8 @@ class Place:
     `address_from` and `port_from` name the variables that `master_addr` and `master_port` came from,
     for error texts. `agent_store` means that the launcher itself serves the store (torchrun), so that
     rank 0 must not. Where a launcher does not say on which host a rank is, node fields are a guess
-    from the ranks per host; what depends on shared memory must ask the links instead.
+    from the ranks per host; what depends on shared memory must ask the links instead. `resume` is where
+    the run goes on from: "auto", a checkpoint, or empty; see phalanx.checkpoint.resume.
     """
 
     rank: int = 0
@@ -59,6 +64,7 @@ class Place:
     agent_store: bool = False
     address_from: str = "MASTER_ADDR"
     port_from: str = "MASTER_PORT"
+    resume: str = ""
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Place:
@@ -66,6 +72,10 @@ class Place:
 
         Raises MisuseError, naming the variable, where they are half set or contradict each other.
         """
+        return replace(cls._launched(env), resume=env.get(RESUME, ""))
+
+    @classmethod
+    def _launched(cls, env: Mapping[str, str]) -> Place:
         if "RANK" in env or "WORLD_SIZE" in env:
             return _from_torchrun(env)
         if "SLURM_STEP_NODELIST" in env or "SLURM_STEP_ID" in env or env.get("SLURM_PROCID", "0") != "0":
@@ -95,6 +105,7 @@ class Place:
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": str(self.agent_store),
             "PHALANX_RUN_ID": self.run_id,
+            **({RESUME: self.resume} if self.resume else {}),
         }
 
 
@@ -109,6 +120,36 @@ def requested_threads(env: Mapping[str, str] = os.environ) -> int | None:
     if not text:
         return None
     return _integer({"OMP_NUM_THREADS": text}, "OMP_NUM_THREADS", least=1)
+
+
+def slow_after(env: Mapping[str, str] = os.environ) -> float:
+    """Seconds after which a wait for other ranks is reported: PHALANX_SLOW_AFTER, or ten; `inf` for never."""
+    text = env.get("PHALANX_SLOW_AFTER", "").strip() or "10"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise MisuseError(f"PHALANX_SLOW_AFTER={text} is no positive number of seconds", "PHALANX_SLOW_AFTER=30")
+    return seconds
+
+
+def drop_in(text: str) -> tuple[str, ...]:
+    """Read a list of what to replace of torch: `ddp,gloo`; `all` or 1 is all of it, empty or 0 nothing.
+
+    Raises MisuseError for a name that is not in REPLACEABLE.
+    """
+    names = [name.strip().lower() for name in text.split(",") if name.strip()]
+    if names in (["1"], ["all"], ["true"]):
+        return REPLACEABLE
+    if names in ([], ["0"], ["false"]):
+        return ()
+    for name in names:
+        if name not in REPLACEABLE:
+            raise MisuseError(
+                f"drop-in {name!r} is not known", f"some of {','.join(REPLACEABLE)} or all, as in {DROP_IN}=ddp,gloo"
+            )
+    return tuple(name for name in REPLACEABLE if name in names)
 
 
 def variable(name: str, default: str, env: Mapping[str, str] = os.environ) -> str:

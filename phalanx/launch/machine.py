@@ -1,4 +1,4 @@
-"""What this host offers: cores, CUDA devices, and whether the kernel has killed processes for memory."""
+"""What this host offers: cores and CUDA devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
-_KERNEL_COUNTERS = Path("/proc/vmstat")
 
 
 def cores() -> int:
@@ -32,13 +31,3 @@ def cuda_devices(path: Path = _NVIDIA_DEVICES) -> int:
         return len(os.listdir(path))
     except OSError:
         return 0
-
-
-def memory_kills(path: Path = _KERNEL_COUNTERS) -> int | None:
-    """How many processes the kernel has killed for want of memory since it started; None if unknown."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    counts = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
-    return counts[0] if counts else None

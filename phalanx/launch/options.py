@@ -6,9 +6,10 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.errors import MisuseError
-from phalanx.launch import environment, machine
+from phalanx.launch import drop_in, environment, machine
 from phalanx.launch.cli import Parser
 from phalanx.launch.environment import Launcher, Place
 
@@ -28,11 +29,21 @@ class Options:
     master_addr: str = environment.LOOPBACK
     master_port: int = 0  # 0: any free one, on a single host
     log_dir: str | None = None
+    report: str | None = None
+    drop_in: tuple[str, ...] = ()  # what of torch is replaced
+    resume: str = ""  # "auto" or an absolute path
 
     @property
     def world_size(self) -> int:
         """All ranks; every host starts the same number."""
         return self.num_nodes * self.ranks
+
+    @property
+    def reports(self) -> list[str]:
+        """Where the report is written as JSON."""
+        name = "report.json" if self.num_nodes == 1 else f"report-host-{self.node_rank}.json"
+        beside_logs = [os.path.join(self.log_dir, name)] if self.log_dir is not None else []
+        return beside_logs + ([self.report] if self.report is not None else [])
 
     def places(self, port: int, run_id: str) -> list[Place]:
         """The place of each rank of this host."""
@@ -48,6 +59,7 @@ class Options:
                 master_port=port,
                 launcher=Launcher.PHALANX,
                 run_id=run_id,
+                resume=self.resume,
             )
             for local_rank in range(self.ranks)
         ]
@@ -66,14 +78,15 @@ class Options:
 def parse(argv: Sequence[str]) -> Options:
     """Read the command line; ends the process with one line and exit code 2 where it cannot be right."""
     parser = _parser()
-    given = parser.parse_args(argv)
+    takes_value = ["-n", *(name for name, row in _OPTIONS.items() if "action" not in row)]
+    given = parser.parse_args(drop_in.before_target(argv, takes_value))
     try:
         return _checked(parser, given)
     except MisuseError as error:
         parser.error(str(error).replace("\n", ". "))
 
 
-_OPTIONS = {
+_OPTIONS: dict[str, dict[str, Any]] = {
     "--ranks": {
         "metavar": "N",
         "default": "auto",
@@ -104,10 +117,23 @@ _OPTIONS = {
         "help": f"port of rank 0's store (default: free; {environment.DEFAULT_PORT} with several hosts)",
     },
     "--log-dir": {"metavar": "D", "help": "write each rank's output to D/rank-R.log, and D/report.json"},
+    "--resume": {
+        "metavar": "auto|PATH",
+        "default": "",
+        "help": "where phalanx.checkpoint.resume goes on from: the script's newest checkpoint, or PATH",
+    },
+    "--report": {"metavar": "FILE", "help": "write how the run ended to FILE, as JSON"},
+    "--drop-in": {
+        "metavar": "LIST",
+        "default": "",
+        "help": "put Phalanx in the place of torch's classes in an unchanged script: --drop-in for all, or "
+        f"--drop-in=LIST for some of {','.join(environment.REPLACEABLE)}",
+    },
 }
 _EXIT_CODES = (
     "exit codes: 0 if every rank ended well, else the code of the rank that failed first (128 + signal for "
-    "a death by signal); 130, 143, 129 after SIGINT, SIGTERM, SIGHUP; 2 for a wrong command line"
+    "a death by signal, 1 for an exception); 130, 143, 129 after SIGINT, SIGTERM, SIGHUP; 2 if nothing was "
+    "started: a wrong command line, a port in use, a log that cannot be written, no loopback interface"
 )
 
 
@@ -135,8 +161,14 @@ def _checked(parser: Parser, given: argparse.Namespace) -> Options:
         parser.error("no script given: phalanx run -n 2 script.py")
     if not given.is_module and not os.path.exists(given.target):
         parser.error(f"script not found: {given.target}")
+    if not given.is_module and os.path.isdir(given.target):
+        main = os.path.join(given.target, "__main__.py")
+        if not os.path.exists(main):
+            parser.error(f"{given.target} is a folder, and there is no {main}")
     if given.grace < 0:
         parser.error(f"--grace {given.grace:g}: seconds cannot be negative")
+    if given.drop_in and (obstacle := drop_in.obstacle()):
+        parser.error(obstacle)
     ranks = _ranks(parser, given.ranks)
     _check_hosts(parser, given)
     if given.log_dir is not None:
@@ -144,6 +176,8 @@ def _checked(parser: Parser, given: argparse.Namespace) -> Options:
             os.makedirs(given.log_dir, exist_ok=True)
         except OSError as error:
             parser.error(f"--log-dir {given.log_dir}: {error.strerror}")
+    if given.report is not None and not os.path.isdir(os.path.dirname(given.report) or "."):
+        parser.error(f"--report {given.report}: there is no such folder")
     if given.threads is not None and given.threads < 1:
         parser.error(f"--threads {given.threads}: at least 1")
     threads = given.threads or environment.requested_threads() or max(1, machine.cores() // ranks)
@@ -160,6 +194,9 @@ def _checked(parser: Parser, given: argparse.Namespace) -> Options:
         master_addr=given.master_addr or environment.LOOPBACK,
         master_port=given.master_port or (environment.DEFAULT_PORT if several else 0),
         log_dir=given.log_dir,
+        report=given.report,
+        resume=os.path.abspath(given.resume) if given.resume not in ("", "auto") else given.resume,
+        drop_in=environment.drop_in(given.drop_in),
     )
 
 

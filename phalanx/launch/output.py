@@ -20,6 +20,8 @@ _PREVIEW_PLAIN_AFTER = 0.5  # to a file, where a preview cannot be taken back
 _TAKE_OVER_AFTER = 0.5  # an open line that rested so long may be ended for another one's preview
 _PREVIEW_LIMIT = 4096
 _LINE_LIMIT = 16 << 20
+_TAIL_BYTES = 4096
+_TAIL_LINES = 12
 _WRITE_SIZE = 4096  # what a pipe that select calls writable takes without blocking
 
 
@@ -33,6 +35,7 @@ class Sink:
         self.fd = fd
         self.terminal = os.isatty(fd)
         self.broken = False
+        self.error: OSError | None = None  # what broke it
         self.owner: Stream | None = None
         self._while_blocked = while_blocked
 
@@ -48,8 +51,13 @@ class Sink:
                 rest = rest[os.write(self.fd, rest[:_WRITE_SIZE]) :]
             except BlockingIOError:
                 continue
-            except OSError:
-                self.broken = True
+            except OSError as error:
+                self.broken, self.error = True, error
+
+    def tell(self, text: str) -> None:
+        """Write words of the launcher's own, on lines of their own."""
+        self.close_line()
+        self.write(text.encode(errors="backslashreplace"))
 
     def close_line(self) -> None:
         """End an open preview, so that the launcher's own words begin on a line of their own."""
@@ -57,6 +65,25 @@ class Sink:
             self.write(b"\n")
             self.owner.shown = 0
             self.owner = None
+
+
+class Tail:
+    """The last lines of a rank's standard error, for a report on one that ended without an exception."""
+
+    def __init__(self) -> None:
+        self._kept = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Take output as it comes."""
+        self._kept += data
+        if len(self._kept) > 2 * _TAIL_BYTES:
+            del self._kept[:-_TAIL_BYTES]
+
+    def lines(self) -> list[str]:
+        """The last lines as they would be read; without empty ones and what was overwritten."""
+        text = bytes(self._kept[-_TAIL_BYTES:]).decode(errors="backslashreplace")
+        seen = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
+        return [line for line in seen if line][-_TAIL_LINES:]
 
 
 class Stream:

@@ -12,9 +12,28 @@ from __future__ import annotations
 import errno
 import socket
 
+from phalanx.launch.environment import LOOPBACK
+
+LOOPBACK_IS_DOWN = "the loopback interface is down, and the ranks of one host meet over it"
+BRING_LOOPBACK_UP = "ip link set lo up (in a network namespace or container of your own, as its root)"
+_CONNECT_SECONDS = 1.0
+
 
 class PortInUseError(OSError):
     """Another program listens on the port that was asked for. Its text names the port."""
+
+
+def loopback_works() -> bool:
+    """Whether a connection to this host's own loopback address can be made."""
+    with socket.socket() as listener, socket.socket() as caller:
+        try:
+            listener.bind((LOOPBACK, 0))
+            listener.listen(1)
+            caller.settimeout(_CONNECT_SECONDS)
+            caller.connect(listener.getsockname())
+        except OSError:
+            return False
+    return True
 
 
 def reserve(port: int = 0) -> socket.socket:

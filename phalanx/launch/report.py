@@ -1,18 +1,24 @@
-"""The report on a failed run: one page of text, and the same as JSON. Pure.
+"""The report on a failed run: one page of text, and the same as JSON. Pure, but for `write`.
 
 The page ends with the traceback of the rank that failed first, because the end is what people see.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.launch.verdict import Ending, State, first_failure
+from phalanx.launch.memory import MemoryKills
+from phalanx.launch.verdict import Ending, State, first_failure, left_early, shortened
 
+_HERE = os.path.dirname(os.path.abspath(__file__))
 _LISTED_RANKS = 16
+_LONGEST_TRACEBACK = 12_000  # characters on the page; the JSON has more
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
 
 
@@ -20,9 +26,8 @@ _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>
 class Outcome:
     """Everything that is known about a run that has ended.
 
-    `interrupted_by` is the signal that stopped the launcher, or None; `memory_kills` how many
-    processes the kernel killed for want of memory meanwhile, None if it does not say; `logs` maps
-    ranks to their log files.
+    `interrupted_by` is the signal that stopped the launcher, or None; `memory_kills` what the kernel's
+    counters have gained meanwhile; `logs` maps ranks to their log files.
     """
 
     run_id: str
@@ -32,7 +37,7 @@ class Outcome:
     seconds: float
     endings: Sequence[Ending]
     interrupted_by: int | None
-    memory_kills: int | None
+    memory_kills: MemoryKills
     logs: dict[int, str]
 
     @property
@@ -51,39 +56,53 @@ class Outcome:
 
     def text(self) -> str:
         """The page for people, empty for a run that went well."""
+        text = self._failure(self.first) if self.first is not None else ""
         if self.interrupted_by is not None:
             name = signal.Signals(self.interrupted_by).name
-            return f"phalanx: stopped by {name} after {self.seconds:.1f} s (exit code {self.exit_code})\n"
-        first = self.first
-        if first is None:
-            return ""
-        others = [ending for ending in self.endings if ending is not first]
+            text += f"phalanx: stopped by {name} after {self.seconds:.1f} s (exit code {self.exit_code})\n"
+        return text
+
+    def _failure(self, first: Ending) -> str:
+        early = left_early(self.endings)
+        listed = [ending for ending in self.endings if ending not in early and (early or ending is not first)]
+        others = len(self.endings) > 1
         lines = [
-            f"phalanx: rank {first.rank} failed{' first' if others else ''}: {first.describe()}",
+            self._headline(first, early, others),
             f"  exit code {self.exit_code} after {self.seconds:.1f} s, "
             f"pid {first.pid} on {self.host}, run {self.run_id}",
         ]
         lines += [f"  {hint}" for hint in (self._memory_hint(first), self._blame_hint(first)) if hint]
-        for ending in others[:_LISTED_RANKS]:
+        for ending in listed[:_LISTED_RANKS]:
             where = f"; it was in {ending.doing}" if ending.doing else ""
             lines.append(f"  rank {ending.rank}: {ending.describe()}{where}")
-        if len(others) > _LISTED_RANKS:
-            lines.append(f"  and {len(others) - _LISTED_RANKS} more ranks")
+        if len(listed) > _LISTED_RANKS:
+            lines.append(f"  and {len(listed) - _LISTED_RANKS} more ranks")
         if first.rank in self.logs:
             lines.append(f"  log of rank {first.rank}: {self.logs[first.rank]}")
-        text = "\n".join(lines) + "\n"
-        if first.record is not None and first.record.traceback and others:
-            text += f"Traceback of rank {first.rank}:\n{first.record.traceback.rstrip()}\n"
-        return text
+        if others:
+            lines += _last_words(first)
+        return "\n".join(lines) + "\n"
+
+    def _headline(self, first: Ending, early: Sequence[Ending], others: bool) -> str:
+        if not early:
+            return f"phalanx: rank {first.rank} failed{' first' if others else ''}: {first.describe()}"
+        sure = any(ending.rank in (*first.record.names, first.record.blames) for ending in early if first.record)
+        who = ", ".join(str(ending.rank) for ending in early)
+        return (
+            f"phalanx: rank{'s' if len(early) > 1 else ''} {who} {'left' if sure else 'probably left'} early: "
+            f"exit code 0 while rank {first.rank} still needed {'them' if len(early) > 1 else 'it'}"
+        )
 
     def _memory_hint(self, first: Ending) -> str:
         if first.returncode != -signal.SIGKILL or first.state is not State.FAILED:
             return ""
-        if self.memory_kills:
-            return "the kernel killed a process for want of memory meanwhile: very likely this rank"
-        if self.memory_kills is None:
-            return "SIGKILL that nobody sent is most often the kernel's answer to running out of memory"
-        return "the kernel counts no process killed for want of memory: somebody sent this SIGKILL"
+        peak = "" if first.peak_memory is None else f" (it had {_size(first.peak_memory)} in use at most)"
+        if self.memory_kills.any:
+            where = self.memory_kills.where
+            return f"the kernel killed a process for want of memory {where} meanwhile: probably this rank{peak}"
+        if self.memory_kills.any is None:
+            return f"SIGKILL that nobody here sent is most often the kernel's answer to running out of memory{peak}"
+        return "the kernel counts no process killed for want of memory: somebody probably sent this SIGKILL"
 
     def _blame_hint(self, first: Ending) -> str:
         blamed = first.record.blames if first.record is not None else None
@@ -92,7 +111,7 @@ class Outcome:
             return ""
         return f"the cause is rank {blamed}, on another host: see the launcher's report there"
 
-    def json(self) -> dict:
+    def json(self) -> dict[str, object]:
         """The same as plain data."""
         first = self.first
         return {
@@ -106,16 +125,18 @@ class Outcome:
             if self.interrupted_by is None
             else signal.Signals(self.interrupted_by).name,
             "first_failure": None if first is None else first.rank,
-            "likely_out_of_memory": bool(first and self.memory_kills and self._memory_hint(first)),
+            "left_early": [ending.rank for ending in left_early(self.endings)],
+            "likely_out_of_memory": bool(first and self.memory_kills.any and self._memory_hint(first)),
             "ranks": [self._rank_json(ending) for ending in self.endings],
         }
 
-    def _rank_json(self, ending: Ending) -> dict:
+    def _rank_json(self, ending: Ending) -> dict[str, object]:
         record = ending.record
         return {
             "rank": ending.rank,
             "pid": ending.pid,
             "state": ending.state.value,
+            "says": ending.describe(),
             "exit_code": ending.exit_code,
             "signal": ending.signal_name,
             "exception": record and record.exception,
@@ -123,8 +144,38 @@ class Outcome:
             "traceback": record and record.traceback,
             "blames": record and record.blames,
             "doing": ending.doing or None,
+            "last_output": list(ending.last_output),
+            "peak_memory_bytes": ending.peak_memory,
             "log": self.logs.get(ending.rank),
         }
+
+
+def write(report: dict[str, object], path: str) -> None:
+    """Write a report as JSON: whole, or, with OSError, not at all."""
+    part = f"{path}.{os.getpid()}.part"
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=2)
+            file.write("\n")
+        os.replace(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(part)
+        raise
+
+
+def _last_words(first: Ending) -> list[str]:
+    """The traceback of the rank that failed first; without one, what it wrote last."""
+    if first.record is None:
+        lines = [f"  {line}" for line in first.last_output if _HERE not in line]  # not our own frames
+        return [f"Last output of rank {first.rank}:", *lines] if lines else []
+    if first.record.traceback:
+        return [f"Traceback of rank {first.rank}:", shortened(first.record.traceback.rstrip(), _LONGEST_TRACEBACK)]
+    return []
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def innermost_call(stacks: str) -> str:

@@ -1,13 +1,12 @@
 """`phalanx run`: one host's part of a run, from the command line's options to the exit code.
 
 Exit codes: 0 if every rank ended well; the code of the rank that failed first (128 + signal for a
-death by signal); 130, 143 or 129 if the launcher got SIGINT, SIGTERM or SIGHUP; 2 for a command line
-that cannot be right.
+death by signal); 130, 143 or 129 if the launcher got SIGINT, SIGTERM or SIGHUP; 2 if nothing was
+started, because the command line cannot be right or this host lacks something.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,22 +14,24 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from phalanx.launch import bootstrap, environment, machine, ports
+from phalanx.launch import bootstrap, drop_in, environment, ports, report
 from phalanx.launch.cli import USAGE_ERROR
 from phalanx.launch.console import Console
 from phalanx.launch.course import Course, Phase
 from phalanx.launch.environment import Place
+from phalanx.launch.memory import MemoryKills
 from phalanx.launch.options import Options, parse
 from phalanx.launch.ports import PortInUseError
 from phalanx.launch.report import Outcome
 from phalanx.launch.supervisor import Start, Supervisor
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SAY_ENDED_AFTER = 10.0  # a rank has ended well and the others go on: usual, but it may be what they wait for
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # schedulers warn of the end with them
 
 
@@ -45,6 +46,10 @@ class _Interrupts:
         self.arrived.append(signum)
 
 
+class StartError(Exception):
+    """This host lacks something without which no rank can be started."""
+
+
 def main(argv: Sequence[str]) -> int:
     """The subcommand: parse, run, and return the exit code."""
     options = parse(argv)
@@ -56,29 +61,36 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return USAGE_ERROR
+    except StartError as error:
+        print(f"phalanx run: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
 
 
 def run(options: Options) -> int:
     """Run this host's ranks to their end; returns the exit code.
 
-    Raises PortInUseError if rank 0 is here and the port that was asked for is taken.
+    Raises PortInUseError if rank 0 is here and the port that was asked for is taken, and StartError if
+    the ranks cannot be started for another reason.
     """
+    _check_host(options)
     host = socket.gethostname()
     held = ports.reserve(options.master_port) if options.node_rank == 0 else None
     port = options.master_port or (held.getsockname()[1] if held else environment.DEFAULT_PORT)
     run_id = uuid.uuid4().hex[:8] if options.num_nodes == 1 else f"{options.master_addr}:{port}"
     course, interrupts = Course(options.grace), _Interrupts()
     console = Console(lambda: not interrupts.arrived and course.phase is not Phase.KILLED)
-    supervisor = Supervisor(course, console, owns_process=True)
-    began, kills = time.monotonic(), machine.memory_kills()
+    supervisor = _supervisor(course, console)
+    began, kills = time.monotonic(), MemoryKills.now()
     try:
         console.say(options.header(host))
         with _caught(interrupts, supervisor):
             places = options.places(port, run_id)
             logs = _logs(options.log_dir, places)
-            supervisor.start([_start(options, place, supervisor, logs.get(place.rank)) for place in places])
+            _start_all(options, places, supervisor, logs)
+            said: set[int] = set()
             while supervisor.step():
                 _deal_with(interrupts, supervisor)
+                _say_who_ended(supervisor, said)
             _deal_with(interrupts, supervisor)
             supervisor.finish()
         outcome = Outcome(
@@ -89,11 +101,11 @@ def run(options: Options) -> int:
             seconds=time.monotonic() - began,
             endings=supervisor.endings(),
             interrupted_by=course.interrupted_by,
-            memory_kills=_more(kills, machine.memory_kills()),
+            memory_kills=MemoryKills.now().since(kills),
             logs=logs,
         )
-        if options.log_dir is not None:
-            _write_report(outcome, options)
+        for path in options.reports:
+            _write_report(outcome, path, console)
         console.say(outcome.text())
         return outcome.exit_code
     finally:
@@ -102,11 +114,39 @@ def run(options: Options) -> int:
             held.close()
 
 
+def _check_host(options: Options) -> None:
+    """Find out what would only fail in the ranks, later and less clearly."""
+    for fd in (0, 1, 2):  # what is opened next would take the number of a closed stream, and its output
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    alone = options.num_nodes == 1 and options.ranks > 1 and options.master_addr == environment.LOOPBACK
+    if alone and not ports.loopback_works():
+        raise StartError(f"{ports.LOOPBACK_IS_DOWN}. Instead: {ports.BRING_LOOPBACK_UP}")
+
+
+def _supervisor(course: Course, console: Console) -> Supervisor:
+    try:
+        return Supervisor(course, console, owns_process=True)
+    except OSError as error:
+        raise StartError(f"no folder for the run's own files: {error}") from None
+
+
+def _start_all(
+    options: Options, places: Sequence[Place], supervisor: Supervisor, logs: Mapping[int, str]
+) -> None:
+    try:
+        supervisor.start([_start(options, place, supervisor, logs.get(place.rank)) for place in places])
+    except OSError as error:
+        raise StartError(f"cannot start {options.ranks} ranks: {error}") from None
+
+
 def _start(options: Options, place: Place, supervisor: Supervisor, log: str | None) -> Start:
     channels = None
     if (options.ranks > 1 or log is not None) and supervisor.console is not None:
         prefix = f"[rank {place.rank}] " if options.ranks > 1 else ""
-        channels = supervisor.console.open(prefix, interactive=place.local_rank == 0, log=log)
+        channels = supervisor.console.open(place.rank, prefix, interactive=place.local_rank == 0, log=log)
     mode = "module" if options.is_module else "script"
     argv = [
         sys.executable,
@@ -120,7 +160,10 @@ def _start(options: Options, place: Place, supervisor: Supervisor, log: str | No
     return Start(
         rank=place.rank,
         argv=[*argv, options.target, *options.args],
-        env=environment.child_environment(place, options.threads),
+        env={
+            **environment.child_environment(place, options.threads),
+            **drop_in.variables(options.drop_in, supervisor.run_dir),
+        },
         channels=channels,
         reads_input=place.local_rank == 0,
     )
@@ -169,12 +212,17 @@ def _logs(log_dir: str | None, places: Sequence[Place]) -> dict[int, str]:
     return {place.rank: os.path.join(log_dir, f"rank-{place.rank}.log") for place in places}
 
 
-def _write_report(outcome: Outcome, options: Options) -> None:
-    name = "report.json" if options.num_nodes == 1 else f"report-host-{options.node_rank}.json"
-    with open(os.path.join(options.log_dir or "", name), "w", encoding="utf-8") as file:
-        json.dump(outcome.json(), file, indent=2)
-        file.write("\n")
+def _write_report(outcome: Outcome, path: str, console: Console) -> None:
+    try:
+        report.write(outcome.json(), path)
+    except OSError as error:
+        console.say(f"phalanx: the report {path} could not be written: {error.strerror}\n")
 
 
-def _more(before: int | None, after: int | None) -> int | None:
-    return None if before is None or after is None else after - before
+def _say_who_ended(supervisor: Supervisor, said: set[int]) -> None:
+    """Say once of each rank that it has ended well, where others still run long after."""
+    ended = set(supervisor.ended_well_before(time.monotonic() - _SAY_ENDED_AFTER)) - said
+    if ended and supervisor.console is not None and supervisor.course.phase is Phase.RUNNING:
+        said |= ended
+        who, still = (", ".join(map(str, sorted(ranks))) for ranks in (ended, supervisor.running))
+        supervisor.console.say(f"phalanx: ended with exit code 0: rank {who}; still running: rank {still}\n")

@@ -32,7 +32,7 @@ from phalanx.launch import environment, machine, ports
 from phalanx.launch.course import Course
 from phalanx.launch.environment import Launcher, Place
 from phalanx.launch.supervisor import Start, Supervisor
-from phalanx.launch.verdict import Ending, first_failure
+from phalanx.launch.verdict import Ending, first_failure, left_early
 
 _GRACE = 5.0
 _CHILD = (
@@ -99,10 +99,12 @@ class SpawnedRanks:
     """The ranks of one `spawn(..., join=False)`."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple, nprocs: int, timeout: float | None, tied: bool
+        self, fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, timeout: float | None, tied: bool
     ) -> None:
         self._timeout = timeout
         self._began = time.monotonic()
+        if nprocs > 1 and not ports.loopback_works():
+            raise MisuseError(f"spawn: {ports.LOOPBACK_IS_DOWN}", ports.BRING_LOOPBACK_UP)
         self._port = ports.reserve()
         self._supervisor = Supervisor(Course(_GRACE))
         self._closed = False
@@ -167,7 +169,12 @@ class SpawnedRanks:
     def _raise_for(self, endings: Sequence[Ending]) -> None:
         first = first_failure(endings)
         if first is not None:
-            others = [f"rank {ending.rank} {ending.describe()}" for ending in endings if ending is not first]
+            early = left_early(endings)
+            others = [
+                f"rank {ending.rank} {'left early: ' if ending in early else ''}{ending.describe()}"
+                for ending in endings
+                if ending is not first
+            ]
             raise SpawnError(
                 "; ".join([f"spawn: rank {first.rank} failed first: {first.describe()}", *others]), first
             )
@@ -178,7 +185,7 @@ class SpawnedRanks:
             ]
             raise SpawnError(f"spawn: still running after timeout={self._timeout:g} s: " + ", ".join(where))
 
-    def _start(self, fn: Callable[..., Any], args: tuple, nprocs: int, tied: bool) -> None:
+    def _start(self, fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, tied: bool) -> None:
         handles = _Handles()
         try:
             self._supervisor.start(self._described(fn, args, nprocs, tied, handles))
@@ -186,7 +193,7 @@ class SpawnedRanks:
             handles.close()
 
     def _described(
-        self, fn: Callable[..., Any], args: tuple, nprocs: int, tied: bool, handles: _Handles
+        self, fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, tied: bool, handles: _Handles
     ) -> list[Start]:
         payload = os.path.join(self._supervisor.run_dir, "payload")
         with open(payload, "wb") as file:
@@ -218,7 +225,8 @@ class SpawnedRanks:
                 described,
             ]
             env = environment.child_environment(place, threads)
-            starts.append(Start(rank, argv, env, None, [tracker, *handles.fds], reads_input=rank == 0))
+            passed = [fd for fd in (tracker, *handles.fds) if fd is not None]
+            starts.append(Start(rank, argv, env, None, passed, reads_input=rank == 0))
         return starts
 
     def _close(self) -> None:
@@ -250,19 +258,21 @@ class _Handles:
             os.close(self.fds.pop())
 
 
-class _ByValue(cloudpickle.Pickler):
+class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """cloudpickle, with what multiprocessing and torch know about pickling for a child."""
 
-    dispatch_table = ChainMap({}, ForkingPickler._extra_reducers, cloudpickle.Pickler.dispatch_table)
+    dispatch_table = ChainMap(
+        {}, ForkingPickler._extra_reducers, cloudpickle.Pickler.dispatch_table  # type: ignore[attr-defined]
+    )
 
 
-def _pickled(fn: Callable[..., Any], args: tuple, handles: _Handles) -> bytes:
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], handles: _Handles) -> bytes:
     """Two pickles: what a child needs to find the caller's modules again, and the call."""
     preparation = mp_spawn.get_preparation_data(multiprocessing.current_process().name)
     if not os.path.exists(preparation.get("init_main_from_path", "")):
         preparation.pop("init_main_from_path", None)  # a program read from standard input is called <stdin>
     importable = "init_main_from_name" in preparation or "init_main_from_path" in preparation
-    context.set_spawning_popen(handles)
+    context.set_spawning_popen(handles)  # type: ignore[arg-type]  # has what they use of it
     try:
         head = bytes(ForkingPickler.dumps(preparation))
         if importable:

@@ -26,12 +26,12 @@ def main() -> None:
 def _call(payload: str, rank: int, tracker: int) -> None:
     # What multiprocessing's own spawned child does, so that its queues, locks and shared tensors can be
     # arguments: use the caller's resource tracker, and let objects know that they are being inherited.
-    resource_tracker._resource_tracker._fd = tracker
+    resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
     with open(payload, "rb") as file:
-        process.current_process()._inheriting = True
+        process.current_process()._inheriting = True  # type: ignore[attr-defined]
         try:
             mp_spawn.prepare(pickle.load(file))
             function, args = pickle.load(file)
         finally:
-            del process.current_process()._inheriting
+            del process.current_process()._inheriting  # type: ignore[attr-defined]
     function(rank, *args)

@@ -11,12 +11,14 @@ first by `verdict.py`; here are the processes, signals and clocks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -53,12 +55,13 @@ class _Process:
     """A rank that has been started."""
 
     rank: int
-    popen: subprocess.Popen
+    popen: subprocess.Popen[bytes]
     pidfd: int | None
     ended: float | None = None
     stopped: float | None = None
     record: Record | None = None
     doing: str = ""
+    peak_memory: int | None = None
     group_left: bool = True  # there may be processes in its group, itself included
 
     @property
@@ -116,6 +119,14 @@ class Supervisor:
         """The ranks that have not ended."""
         return [process.rank for process in self._processes if process.ended is None]
 
+    def ended_well_before(self, moment: float) -> list[int]:
+        """The ranks that had ended with exit code 0 by then."""
+        return [
+            process.rank
+            for process in self._processes
+            if process.ended is not None and process.ended <= moment and process.popen.returncode == 0
+        ]
+
     def step(self, longest: float = _LOOK_EVERY) -> bool:
         """Wait for something to happen, at most `longest` seconds, and deal with it.
 
@@ -127,7 +138,7 @@ class Supervisor:
                 quiet = False
                 if key.data is not None:
                     key.data()
-            elif not self.console.read(key.data):
+            elif self.console is not None and not self.console.read(key.data):
                 self._selector.unregister(key.fd)
         if self.console is not None:
             self.console.preview()
@@ -178,6 +189,9 @@ class Supervisor:
                 stopped=process.stopped,
                 record=process.record,
                 doing=process.doing,
+                finished=_time_in(bootstrap.done_path(self.run_dir, process.rank)),
+                peak_memory=process.peak_memory,
+                last_output=self.console.last_lines(process.rank) if self.console is not None else (),
             )
             for process in self._processes
         ]
@@ -200,10 +214,10 @@ class Supervisor:
         out, err = start.channels or (None, None)
         popen = subprocess.Popen(
             start.argv,
-            env=start.env,
+            env={**start.env, bootstrap.RUN_DIR: self.run_dir},
             stdin=None if start.reads_input else subprocess.DEVNULL,
-            stdout=out and out.ends[0],
-            stderr=err and err.ends[0],
+            stdout=None if out is None else out.ends[0],
+            stderr=None if err is None else err.ends[0],
             pass_fds=start.pass_fds,
             start_new_session=True,
         )
@@ -229,9 +243,10 @@ class Supervisor:
             # Not reaped yet, so that its number still means its group: now is the time to signal that.
             process.ended = now
             _kill_group(process.pid, signal.SIGKILL if self.course.phase is Phase.KILLED else signal.SIGTERM)
-            process.popen.wait()
+            process.peak_memory = _reap(process.popen)
             if process.pidfd is not None:
                 self._selector.unregister(process.pidfd)
+            self._leave_word(process)
         if process.record is None:
             process.record = Record.read(bootstrap.record_path(self.run_dir, process.rank))
         failed = process.record is not None or (ended and process.popen.returncode != 0)
@@ -248,6 +263,13 @@ class Supervisor:
                 _kill_group(process.pid, signum)
             else:
                 os.kill(process.pid, signum)  # not Popen.send_signal, which would reap it
+                os.kill(process.pid, signal.SIGCONT)  # one that has been stopped could not act on it
+
+    def _leave_word(self, process: _Process) -> None:
+        """Tell ranks that still wait for this one, having never met it, that it has ended."""
+        if self.running:
+            with contextlib.suppress(OSError), open(bootstrap.gone_path(self.run_dir, process.rank), "w") as file:
+                file.write(str(process.popen.returncode))
 
     def _ask_where(self) -> None:
         """Let every rank that still runs write its Python stacks, to say in the report where it was."""
@@ -303,6 +325,25 @@ def _has_ended(pid: int) -> bool:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
         return True  # somebody else in this process has reaped it
+
+
+def _reap(popen: subprocess.Popen[bytes]) -> int | None:
+    """Reap a child that has ended; return the most memory that it had in use, in bytes, if that is known."""
+    try:
+        _, status, usage = os.wait4(popen.pid, 0)
+    except ChildProcessError:
+        popen.wait()  # somebody else in this process has reaped it
+        return None
+    popen.returncode = os.waitstatus_to_exitcode(status)
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _time_in(path: str) -> float | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return float(file.read())
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def _reap_orphans() -> None:

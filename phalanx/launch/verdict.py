@@ -2,16 +2,19 @@
 
 Ranks fail in a cascade: one raises, and the others lose it as a peer and raise too, sometimes ending
 earlier. A rank that recorded a PeerError blames another; one whose connection broke under another
-library probably lost a peer; only then does time decide.
+library probably lost a peer; only then does time decide. A rank that ended well, and early, is no
+failure by itself; where others failed for want of it, it is named as their cause.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from itertools import takewhile
 
 # What torch, Gloo and NCCL say when the other end of a connection has gone.
 _LOST_CONNECTION = (
@@ -29,7 +32,7 @@ class Record:
     """What a rank wrote about the exception that ended it.
 
     `time` is on the host's monotonic clock; `code` the exit code it is ending with; `blames` the rank
-    that a PeerError among its causes named, or None.
+    that a PeerError among its causes named, or None; `names` all ranks that the exception speaks of.
     """
 
     time: float
@@ -38,6 +41,7 @@ class Record:
     traceback: str
     blames: int | None
     code: int
+    names: Sequence[int] = ()
 
     @classmethod
     def read(cls, path: str) -> Record | None:
@@ -50,11 +54,18 @@ class Record:
 
     @property
     def summary(self) -> str:
-        """The exception in one line."""
+        """The exception in one line; of a text that begins a list, the list too."""
+        first, *rest = self.message.strip().split("\n")
+        if first.endswith(":"):
+            listed = [line.strip() for line in takewhile(lambda line: line.startswith("  "), rest)]
+            first = f"{first} {'; '.join(listed)}".rstrip()
         if self.exception == "SystemExit":
-            return f"sys.exit({self.message})"
-        first = self.message.split("\n", 1)[0]
-        return f"{self.exception}: {first}" if first else self.exception
+            return f"sys.exit({first})" if re.fullmatch(r"-?\d+", first) else f"sys.exit: {shortened(first)}"
+        return f"{self.exception}: {shortened(first)}" if first else self.exception
+
+
+# The launcher may notice a rank's end so much later than the other ranks do.
+_NOTICED_WITHIN = 0.5
 
 
 class State(Enum):
@@ -75,8 +86,11 @@ class _Guilt(IntEnum):
 class Ending:
     """How one rank ended.
 
-    `returncode` is negative for a signal, as subprocess has it; `ended` and `stopped` are on the
-    host's monotonic clock; `stopped` is when the launcher first signalled the rank, or None.
+    `returncode` is negative for a signal, as subprocess has it. Times are on the host's monotonic clock:
+    `ended` is the process's end, `stopped` when the launcher first signalled the rank, `finished` when its
+    script had come to a good end (what follows are threads and exit handlers); the last two may be None.
+    `doing` is where it was when it was stopped, `peak_memory` in bytes, `last_output` its last lines of
+    standard error.
     """
 
     rank: int
@@ -86,6 +100,9 @@ class Ending:
     stopped: float | None = None
     record: Record | None = None
     doing: str = ""
+    finished: float | None = None
+    peak_memory: int | None = None
+    last_output: Sequence[str] = ()
 
     @property
     def state(self) -> State:
@@ -110,6 +127,13 @@ class Ending:
         return _signal_name(-self.returncode) if self.returncode < 0 else None
 
     @property
+    def well_since(self) -> float | None:
+        """Since when it needed nobody any more, because all was done; None if it failed or was stopped before."""
+        if self.finished is not None and self.record is None:
+            return self.finished
+        return self.ended if self.state is State.OK else None
+
+    @property
     def failed_at(self) -> float:
         """When it failed, as far as known."""
         return self.record.time if self.record is not None else self.ended
@@ -120,11 +144,13 @@ class Ending:
             return "exit code 0"
         if self.state is State.STOPPED:
             how = self.signal_name or f"exit code {self.returncode}"
-            return f"stopped by the launcher ({how})"
+            done = "its script had ended well; " if self.finished is not None else ""
+            return f"{done}stopped by the launcher ({how})"
         if self.record is not None:
             return self.record.summary
         if self.signal_name is not None:
-            return f"killed by {self.signal_name} (signal {-self.returncode})"
+            number = "" if self.signal_name.startswith("signal") else f" (signal {-self.returncode})"
+            return f"killed by {self.signal_name}{number}"
         return f"exit code {self.returncode}, without an exception"
 
 
@@ -143,6 +169,36 @@ def first_failure(endings: Iterable[Ending]) -> Ending | None:
         first = failed[first.record.blames]
         seen.add(first.rank)
     return first
+
+
+def left_early(endings: Sequence[Ending]) -> list[Ending]:
+    """The ranks that had ended well when others failed for want of them.
+
+    A failed rank's error says whom it missed; where another library only says that a connection was
+    closed, whoever had ended well before may be meant.
+    """
+    early = []
+    for ending in endings:
+        since = ending.well_since
+        if since is not None and any(_missed(other, ending.rank, since) for other in endings):
+            early.append(ending)
+    return early
+
+
+def _missed(failed: Ending, rank: int, since: float) -> bool:
+    """Whether a rank failed for want of `rank`, which had ended well at `since`."""
+    record = failed.record
+    if failed.state is not State.FAILED or record is None or record.time < since - _NOTICED_WITHIN:
+        return False
+    return rank in record.names or rank == record.blames or _guilt(failed) is _Guilt.LIKELY_VICTIM
+
+
+def shortened(text: str, limit: int = 400) -> str:
+    """A long text without its middle, which is where least is lost."""
+    if len(text) <= limit:
+        return text
+    head, tail = limit * 2 // 3, limit // 3
+    return f"{text[:head]} ... ({len(text) - head - tail} characters left out) ... {text[-tail:]}"
 
 
 def _guilt(ending: Ending) -> _Guilt:

@@ -42,7 +42,7 @@ class Moments(NamedTuple):
     mean: Tensor
     variance: Tensor
     """Biased: the sum of squared deviations divided by the count."""
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
     """Values per channel on all ranks together; a tensor, because reading it would wait for the device."""
 
 
@@ -76,7 +76,8 @@ def normalize(
 
     At least one rank has a value. The backward is collective, if the input requires a gradient.
     """
-    return _Normalize.apply(input, weight, bias, *moments, eps, group)
+    output: Tensor = _Normalize.apply(input, weight, bias, *moments, eps, group)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _Normalize(Function):
@@ -96,8 +97,8 @@ class _Normalize(Function):
         ctx.eps, ctx.group = eps, group
         # The kernel wants all but a half-precision input in one type.
         wide = _wide(input)
-        small = [None if t is None else t.to(wide) for t in (mean, variance, weight, bias)]
-        return F.batch_norm(input, *small, training=False, eps=eps)
+        scale, shift = (None if t is None else t.to(wide) for t in (weight, bias))
+        return F.batch_norm(input, mean.to(wide), variance.to(wide), scale, shift, training=False, eps=eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -105,8 +106,7 @@ class _Normalize(Function):
         gradients = _differentiable_gradients if torch.is_grad_enabled() else _gradients
         of_input, of_weight, of_bias = gradients(ctx, grad)
         _, needs_weight, needs_bias, *others = ctx.needs_input_grad
-        of_weight, of_bias = of_weight if needs_weight else None, of_bias if needs_bias else None
-        return of_input, of_weight, of_bias, *[None] * len(others)
+        return of_input, of_weight if needs_weight else None, of_bias if needs_bias else None, *[None] * len(others)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -139,7 +139,9 @@ def _differentiable_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Te
     input, weight, mean, variance, count = ctx.saved_tensors
     wide = _wide(input)
     if ctx.needs_input_grad[0]:
-        mean, variance = _MomentsOfInput.apply(input, mean, variance, count, ctx.group)
+        mean, variance = _MomentsOfInput.apply(  # type: ignore[no-untyped-call]
+            input, mean, variance, count, ctx.group
+        )
     deviation = input - _along(input, mean.to(wide))
     sums = torch.cat([_channel_sums(grad, wide), _channel_sums(deviation * grad, wide)]).double()
     inverse = (variance + ctx.eps).rsqrt()
@@ -147,7 +149,7 @@ def _differentiable_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Te
     of_weight, of_bias = sum_product * inverse, sum_grad
     if not ctx.needs_input_grad[0]:
         return None, of_weight, of_bias
-    sum_grad, sum_product = _AllReduce.apply(sums, ctx.group).chunk(2)
+    sum_grad, sum_product = _AllReduce.apply(sums, ctx.group).chunk(2)  # type: ignore[no-untyped-call]
     coefficients = _coefficients(sum_grad, sum_product, weight, inverse, count)
     scale, slope, offset = (_along(input, t.to(wide)) for t in coefficients)
     return scale * grad + slope * deviation + offset, of_weight, of_bias
@@ -178,7 +180,8 @@ class _MomentsOfInput(Function):
     def backward(ctx: Any, grad_mean: Tensor, grad_variance: Tensor) -> tuple[Tensor | None, ...]:
         input, mean, count = ctx.saved_tensors
         wide = _wide(input)
-        sums = _AllReduce.apply(torch.cat([grad_mean, grad_variance]), ctx.group) / count
+        both = torch.cat([grad_mean, grad_variance])
+        sums = _AllReduce.apply(both, ctx.group) / count  # type: ignore[no-untyped-call]
         grad_mean, grad_variance = (_along(input, t.to(wide)) for t in sums.chunk(2))
         return grad_mean + 2 * grad_variance * (input - _along(input, mean.to(wide))), None, None, None, None
 
@@ -195,7 +198,7 @@ class _AllReduce(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _AllReduce.apply(grad, ctx.group), None
+        return _AllReduce.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
 
 
 def _local_moments(input: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from phalanx.errors import MisuseError
 from phalanx.nn.batch_norm_function import Moments, moments_of_all_ranks, normalize
+from phalanx.nn.batch_norm_replicas import normalize_parts
+from phalanx.parallel.crew import AcrossReplicas, Seat
+
+_TorchSyncBatchNorm = nn.SyncBatchNorm  # whatever takes its place there later
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
+class SyncBatchNorm(AcrossReplicas, _TorchSyncBatchNorm):
     """Normalise each channel of a (batch, channels, ...) input over the batches of all ranks, on any device.
 
     In training the output, the running statistics and the gradients are those of one BatchNorm over the
@@ -33,7 +38,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     Collective in training: every rank of `process_group` (the default group, if None), once in forward and,
     where the input requires a gradient, once in backward, with the same number of channels. No communication
-    in eval mode, in a group of one rank, or without torch.distributed.
+    in eval mode, in a group of one rank, or without torch.distributed. In the replicas of a `DataParallel`, the
+    batch of a rank is that of all its replicas.
 
     Raises torch's ValueError on every rank if all ranks together have one value per channel. Constructor and
     attributes are those of `torch.nn.SyncBatchNorm`.
@@ -43,9 +49,15 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         group = self._group_to_ask()
+        seat = self._seat
+        if seat is not None and self.training:
+            self._check_before_asking(input)
+            if torch.compiler.is_compiling():
+                return _uncompiled(self._forward_in_replica, input, seat)
+            return self._forward_in_replica(input, seat)
         if group is None:
             # One rank is torch's plain BatchNorm; that of the parent class accepts no CPU tensor.
-            return super(nn.SyncBatchNorm, self).forward(input)
+            return super(_TorchSyncBatchNorm, self).forward(input)
         self._check_before_asking(input)
         if torch.compiler.is_compiling():
             return _uncompiled(self._forward_on_all_ranks, input, group)
@@ -60,17 +72,23 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def _check_before_asking(self, input: Tensor) -> None:
         """Raise what BatchNorm raises for such an input, while no other rank depends on this one yet."""
+        rank = dist.get_rank() if dist.is_initialized() else None
         channels, own = input.size(1), self.num_features
         if channels != own and (self.weight is not None or self.running_mean is not None):
             raise MisuseError(
                 f"SyncBatchNorm({own}) got an input of size {tuple(input.size())}: "
                 f"running_mean should contain {channels} elements not {own}",
                 f"SyncBatchNorm({channels}), or an input whose dimension 1 is {own}",
-                dist.get_rank(),
+                rank,
             )
         if not input.is_floating_point():
             what = f"SyncBatchNorm got an input of {input.dtype}"
-            raise MisuseError(what, "an input of a floating-point type", dist.get_rank())
+            raise MisuseError(what, "an input of a floating-point type", rank)
+
+    def _forward_in_replica(self, input: Tensor, seat: Seat) -> Tensor:
+        """Meet the other replicas of a DataParallel, then the other ranks, if there are any, with all their parts."""
+        output: Tensor = seat.crew.meet(seat.index, seat.place, (self, input), _forward_of_replicas)
+        return output
 
     def _forward_on_all_ranks(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         tracked = self.track_running_stats and self.running_mean is not None
@@ -91,9 +109,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _update_running_statistics(self, moments: Moments) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
         momentum = self.momentum
         if momentum is None:
-            momentum = 1.0 / self.num_batches_tracked.item()
+            momentum = 1.0 / float(self.num_batches_tracked or 1)
         unbiased = moments.variance * (moments.count / (moments.count - 1))
         self.running_mean.lerp_(moments.mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
@@ -116,7 +136,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         if isinstance(self.process_group, _Ranks):
             self.process_group = self.process_group.group()
 
@@ -128,10 +148,19 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return twin
 
 
+def _forward_of_replicas(parts: list[tuple[SyncBatchNorm, Tensor]]) -> list[Tensor]:
+    layer = parts[0][0]
+    group = layer._group_to_ask()
+    if group is None:
+        return normalize_parts(parts, partial(_BatchNorm.forward, layer))
+    return normalize_parts(parts, partial(layer._forward_on_all_ranks, group=group), alone=False)
+
+
 @_disable_dynamo
-def _uncompiled(forward: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _uncompiled(forward: Any, input: Tensor, others: dist.ProcessGroup | Seat) -> Tensor:
     """Call `forward` outside of the graph that torch.compile is making."""
-    return forward(input, group)
+    output: Tensor = forward(input, others)
+    return output
 
 
 def _convert(
@@ -151,7 +180,7 @@ def _convert(
 
 
 def _layer_for(cls: type[SyncBatchNorm], old: _BatchNorm, group: dist.ProcessGroup | None) -> SyncBatchNorm:
-    if group is None and isinstance(old, nn.SyncBatchNorm):
+    if group is None and isinstance(old, _TorchSyncBatchNorm):
         group = old.process_group
     if isinstance(old, cls) and old.process_group is group:
         return old

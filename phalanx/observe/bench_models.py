@@ -147,7 +147,8 @@ class DecoderBlock(nn.Module):
         query, key, value = heads.unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        return x + self.mlp(self.mlp_norm(x))
+        output: Tensor = x + self.mlp(self.mlp_norm(x))
+        return output
 
 
 class Gpt(nn.Module):
@@ -164,7 +165,8 @@ class Gpt(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the next token: (batch, length) to (batch, length, vocabulary)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(places))))
+        logits: Tensor = self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(places))))
+        return logits
 
 
 def _tokens_batch(generator: torch.Generator) -> Batch:

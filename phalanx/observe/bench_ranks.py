@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,7 @@ class Ranks:
 Measure = Callable[..., Any]
 
 
-def measure_on_ranks(measure: Measure, args: tuple, size: int) -> Any:
+def measure_on_ranks(measure: Measure, args: tuple[Any, ...], size: int) -> Any:
     """Run `measure(ranks, *args)` on `size` new processes and return rank 0's result.
 
     The result must be JSON data. Raises SpawnError if a rank fails; KeyboardInterrupt passes, after
@@ -89,14 +89,14 @@ def measure_on_ranks(measure: Measure, args: tuple, size: int) -> Any:
         return json.loads(Path(directory, "result.json").read_text())
 
 
-def _run_rank(rank: int, size: int, directory: str, measure: Measure, args: tuple) -> None:
+def _run_rank(rank: int, size: int, directory: str, measure: Measure, args: tuple[Any, ...]) -> None:
     # Ctrl-C is passed on to the ranks: end without a traceback, and also inside a collective.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(1)
     store = f"file://{directory}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=TIMEOUT)
     try:
-        ranks = Ranks(rank, size, {"gloo": dist.group.WORLD})
+        ranks = Ranks(rank, size, {"gloo": cast(dist.ProcessGroup, dist.group.WORLD)})
         result = measure(ranks, *args)
         if rank == 0:
             Path(directory, "result.json").write_text(json.dumps(result))

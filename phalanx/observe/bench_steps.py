@@ -75,8 +75,9 @@ class Reference:
         self.optimizer.zero_grad(set_to_none=True)
         self.loss(self.model(self.inputs), self.targets).backward()
         for parameter in self.model.parameters():
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= self.ranks.size
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=group)
+                parameter.grad /= self.ranks.size
         self.optimizer.step()
 
 
@@ -171,7 +172,8 @@ def _copy_state(source: nn.Module, target: nn.Module) -> None:
 
 def _distance(model: nn.Module, reference: nn.Module) -> float:
     gradients = _relative(
-        [p.grad for p in model.parameters()], [p.grad for p in reference.parameters()]
+        [p.grad for p in model.parameters() if p.grad is not None],
+        [p.grad for p in reference.parameters() if p.grad is not None],
     )
     state = _relative(list(model.state_dict().values()), list(reference.state_dict().values()))
     return max(gradients, state)

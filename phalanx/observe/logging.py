@@ -38,7 +38,7 @@ class _RankFilter(logging.Filter):
         return True
 
 
-class _LastResort(logging.StreamHandler):
+class _LastResort(logging.StreamHandler):  # type: ignore[type-arg]  # takes none at run time before 3.11
     """Write to standard error, as long as no other handler would get the record."""
 
     def __init__(self) -> None:

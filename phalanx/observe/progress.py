@@ -23,6 +23,7 @@ from rich.progress import (
 )
 
 from phalanx.group import world
+from phalanx.parallel import epochs
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ def progress(iterable: Iterable[T], description: str = "", total: int | None = N
     `total` is taken from `len(iterable)` where it has one. Costs a fraction of a microsecond per item on
     rank 0 and nothing on the others. May be nested.
     """
+    epochs.pass_begins(iterable)
     if world.rank() != 0:
         return iter(iterable)
     if total is None:

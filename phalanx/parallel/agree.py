@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
 
 from phalanx.errors import MisuseError
 from phalanx.group.process_group import PhalanxProcessGroup, for_process_group
-from phalanx.reduce.reducer import pending_among
+from phalanx.reduce.roster import pending_among
 
 _PAIR = struct.Struct("<dd")
 
@@ -71,5 +72,5 @@ def _group(group: dist.ProcessGroup | None) -> PhalanxProcessGroup | None:
     if group is None:
         if not dist.is_initialized():
             return None
-        group = dist.group.WORLD
+        group = cast(dist.ProcessGroup, dist.group.WORLD)
     return for_process_group(group, "agreements")

@@ -1,4 +1,4 @@
-"""Broadcasting a module's tensors from one rank: parameters and buffers at wrapping, buffers at each forward.
+"""Broadcasting a module's tensors from one rank: parameters and buffers at wrapping, buffers at each step.
 
 Tensors are sent packed, in one collective for each dtype and device and 64 MB. If the root turns out to
 follow (it has run out of data, or skips this step), the lowest rank that does not sends in its place: that
@@ -8,7 +8,7 @@ is read from the tickets, so the usual case costs nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from phalanx.group import follow, ticket
 from phalanx.group.dtypes import CODES
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.group.ticket import Operation
+from phalanx.transport.protocol import Fence
 from phalanx.transport.reductions import Reduction
 
 _CHUNK_BYTES = 64 << 20
@@ -33,8 +34,8 @@ class Broadcaster:
         self._group, self._tag, self._tensors = group, tag, tensors
         me = weakref.ref(self)
 
-        def handler(number: int) -> Callable[[list[bytes], Callable[[], object]], None]:
-            def handle(got: list[bytes], fence: Callable[[], object]) -> None:
+        def handler(number: int) -> Callable[[list[bytes], Fence], None]:
+            def handle(got: list[bytes], fence: Fence) -> None:
                 broadcaster = me()
                 if broadcaster is not None:
                     broadcaster._follow(number, got, fence)
@@ -50,7 +51,11 @@ class Broadcaster:
         """Give every rank the values of rank `root`. A collective: every rank of the group."""
         broadcast(self._group, self._tensors(), root, self._tag)
 
-    def _follow(self, number: int, got: list[bytes], fence: Callable[[], object]) -> None:
+    def fetch(self, root: int) -> list[Received]:
+        """As `broadcast`, but leave the tensors alone; `put` writes what has come into them."""
+        return [received.kept() for received in _received(self._group, self._tensors(), root, self._tag)]
+
+    def _follow(self, number: int, got: list[bytes], fence: Fence) -> None:
         core = self._group.core
         active = next(place for place, wire in enumerate(got) if not ticket.follows(wire))
         root = ticket.decode(got[active]).root
@@ -62,8 +67,33 @@ class Broadcaster:
         _unpack(flat, pack)
 
 
+class Received:
+    """Values for some tensors, which hold others until `put`."""
+
+    def __init__(self, flat: torch.Tensor, pack: list[torch.Tensor]) -> None:
+        self._flat, self._pack = flat, pack
+        self._versions: list[int] | None = None
+
+    def kept(self) -> Received:
+        """For a `put` that comes later: it does nothing if somebody has written to the tensors meanwhile."""
+        self._versions = [tensor._version for tensor in self._pack]
+        return self
+
+    def put(self) -> None:
+        """Write the values."""
+        if self._versions is None or [tensor._version for tensor in self._pack] == self._versions:
+            _unpack(self._flat, self._pack)
+
+
 def broadcast(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], root: int, tag: int = 1) -> None:
     """Give every rank the values of rank `root`. A collective: every rank, with tensors of equal sizes."""
+    for received in _received(group, tensors, root, tag):
+        received.put()
+
+
+def _received(
+    group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], root: int, tag: int
+) -> Iterator[Received]:
     core = group.core
     if core.size == 1:
         return
@@ -79,7 +109,7 @@ def broadcast(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], root:
                     flat = _flat(pack, True)
                 _share(group, flat, sender, fence)
         if core.rank != sender:
-            _unpack(flat, pack)
+            yield Received(flat, pack)
 
 
 def average(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], contributes: bool) -> None:
@@ -106,7 +136,7 @@ def average(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], contrib
         _unpack(flat, pack)
 
 
-def _share(group: PhalanxProcessGroup, flat: torch.Tensor, root: int, fence: Callable[[], Any]) -> None:
+def _share(group: PhalanxProcessGroup, flat: torch.Tensor, root: int, fence: Fence) -> None:
     core = group.core
     outputs = [flat if place == root and place != core.rank else None for place in range(core.size)]
     mine = flat if core.rank == root else None

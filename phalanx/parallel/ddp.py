@@ -10,8 +10,6 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,15 +17,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
+from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 
 from phalanx.group import ticket
 from phalanx.group.process_group import PhalanxProcessGroup, for_process_group
 from phalanx.parallel import buffers
 from phalanx.parallel.groups import choose_group, find_group
+from phalanx.parallel.guard import Guarded, warn_if_wrapped
 from phalanx.parallel.in_backward import InBackwardOptimizers
 from phalanx.parallel.layers import Layers
 from phalanx.parallel.mixed_precision import LowPrecision
-from phalanx.parallel.options import DEFAULT_BUCKET_MB, Options, buffer_sync, check_devices
+from phalanx.parallel.options import DEFAULT_BUCKET_MB, Options, buffer_sync, check_devices, of_torch
+from phalanx.parallel.structure import Structure
 from phalanx.parallel.torch_surface import TorchSurface
 from phalanx.parallel.uneven import Uneven
 from phalanx.reduce.backward import current_task
@@ -36,8 +37,10 @@ from phalanx.reduce.model import sparse_parameters
 from phalanx.reduce.reducer import Reducer
 from phalanx.reduce.watch import Local, weakly
 
+_TorchDDP = nn.parallel.DistributedDataParallel  # whatever takes its place there later
 
-class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.DistributedDataParallel):
+
+class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
     """Wrap `module` so that its gradients are the mean over all ranks when backward ends.
 
     Collective: every rank of the group constructs it, with the same model. Parameters and buffers of rank 0
@@ -82,8 +85,8 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         for name, _ in delay_all_reduce_named_params or ():
             self.parameters_to_ignore.add(name)
-        watched = [p for name, p in module.named_parameters() if name not in self.parameters_to_ignore]
-        if not any(parameter.requires_grad for parameter in watched):
+        watched = [(n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        if not any(parameter.requires_grad for _, parameter in watched):
             raise RuntimeError(
                 "DistributedDataParallel is not needed when a module doesn't have any parameter that requires "
                 "a gradient."
@@ -97,6 +100,7 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
             batched_grad_copy, mixed_precision,
         )  # fmt: skip
         self._attach(for_process_group(self.process_group, "gradients"))
+        warn_if_wrapped(module, self._group.core.rank)
         self._reducer.build()
         if init_sync:
             self._broadcast_module(0, with_buffers=sync_init)
@@ -114,7 +118,6 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         self._low: LowPrecision | None = None
         self._in_backward: InBackwardOptimizers | None = None
         self.require_forward_param_sync = True
-        self._structure: list[int] = []
         self.modules_buffers: list[torch.Tensor] = []
         named = self._trainable()
         self._reducer = Reducer(
@@ -124,10 +127,12 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         self._remember_structure()
         self._reducer.on_build = weakly(self._make_broadcaster)
         self._reducer.after_flush.append(weakly(self._average_buffers))
+        self._start_guard()
 
     def _make_broadcaster(self) -> None:
         tag = self._reducer.tag // 128 * 128 + (1 << 63)
         self._broadcaster = buffers.Broadcaster(self._group, tag, self._listed_buffers())
+        self._group.core.labels[self._reducer.tag & ~1] = self._reducer.plan.label(type(self.module).__name__)
 
     def _listed_buffers(self) -> Callable[[], list[torch.Tensor]]:
         me = weakref.ref(self)
@@ -143,55 +148,29 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         ]
 
     def _remember_structure(self) -> None:
-        """Note which tensors the model holds, cheaply comparable at every forward."""
-        modules = list(self.module.modules())
-        self._parameter_dicts = [m._parameters for m in modules if m._parameters]
-        self._child_dicts = [m._modules for m in modules if m._modules]
-        self._structure = self._snapshot()
-        self.named_module_buffers = {
-            name: buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore
-        }
-        self.modules_buffers = list(self.named_module_buffers.values())
-        self._buffer_dicts = [m._buffers for m in modules if m._buffers]
-        self._reducer.weights.common_unit = any(isinstance(m, nn.SyncBatchNorm) for m in modules)
-        self._buffer_ids = self._snapshot_buffers()
-        parameters = self._reducer.parameters
-        self._hooked = [parameter._cdata for parameter in parameters]
-        self._everything = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
-        self._grads_required = [p.requires_grad for p in self._everything]
-        self._dtypes = [p.dtype for p in self._everything]
-
-    def _snapshot(self) -> list[int]:
-        held = chain.from_iterable(d.values() for d in chain(self._parameter_dicts, self._child_dicts))
-        return list(map(id, held))
-
-    def _snapshot_buffers(self) -> list[int]:
-        return list(map(id, chain.from_iterable(d.values() for d in self._buffer_dicts)))
+        """Look what the model is made of."""
+        structure = self._structure = Structure(self.module, self.parameters_to_ignore, self._reducer.parameters)
+        self.named_module_buffers = structure.buffers
+        self.modules_buffers = list(structure.buffers.values())
+        self._everything = structure.parameters
+        self._reducer.weights.common_unit = any(isinstance(m, TorchSyncBatchNorm) for m in structure.modules)
 
     def _follow_model(self) -> None:
         """Pick up parameters that were frozen, unfrozen, replaced or added since the last forward."""
-        changed = (
-            self._snapshot() != self._structure
-            or list(map(_identity, self._reducer.parameters)) != self._hooked
-            or list(map(_requires_grad, self._everything)) != self._grads_required
-            or (self._low is None and [p.dtype for p in self._everything] != self._dtypes)
-        )
-        if changed:
-            held = [p for d in self._parameter_dicts for p in d.values() if p is not None]
-            if not all(isinstance(p, nn.Parameter) for p in held):
-                return  # torch.func.functional_call has put other tensors in their place, for this forward
-            mine = self._reducer.parameters
-            hooked = {id(p) for p in mine}
+        structure = self._structure
+        if not structure.is_as_before(with_dtypes=self._low is None):
+            if structure.is_borrowed():
+                return  # for this forward
+            hooked = {id(p) for p in self._reducer.parameters}
             # Those frozen meanwhile stay: what they have accumulated before may not be synchronised yet.
             named = self._trainable(hooked)
-            swapped = [p._cdata for p in mine] != self._hooked
-            converted = self._low is None and [p.dtype for p in self._everything] != self._dtypes
             missing = {id(p) for _, p in named} - hooked
             gone = hooked - {id(p) for p in self.module.parameters()}
-            if swapped or converted or missing or gone:
+            converted = self._low is None and structure.is_converted()
+            if structure.is_swapped() or converted or missing or gone:
                 self._reducer.adopt(named)
             self._remember_structure()
-        elif self._buffer_dicts and self._snapshot_buffers() != self._buffer_ids:
+        elif not structure.has_its_buffers():
             self._remember_structure()
 
     def _broadcast_module(self, root: int, with_buffers: bool = True) -> None:
@@ -199,6 +178,8 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         self._remember_structure()
         tensors = [p.data for p in self._everything]
         buffers.broadcast(self._group, tensors + (self.modules_buffers if with_buffers else []), root)
+        if self._guard is not None:
+            self._guard.drift.begin_anew()
 
     def _sync_final_model(self, root: int) -> None:
         """Give every rank the model and gradients of `root`, after different numbers of steps."""
@@ -211,15 +192,22 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; arrange for its gradients to be synchronised in backward."""
-        training = torch.is_grad_enabled()
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What comes before the module; like the next two, of torch's name, for who overrides or calls them."""
         if current_task() == -1:
             self._reducer.forget_backward()
         self._refuse_changed_graph()
         if self._in_backward is None:
             self._take_over_optimizers()
         self._follow_model()
-        if training and self.modules_buffers and self.module.training and self.will_sync_module_buffers():
-            self._sync_buffers()
+        if self.modules_buffers and self.module.training and torch.is_grad_enabled():
+            if self.will_sync_module_buffers():
+                self._sync_buffers()
+        elif self._fetched:
+            self._take_fetched_buffers()
         if self.options.device_ids is not None:
             moved, moved_kwargs = _to_kwargs(
                 inputs, kwargs, torch.device("cuda", self.options.device_ids[0]), use_side_stream_for_tensor_copies=False
@@ -227,19 +215,24 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
             inputs, kwargs = moved[0], moved_kwargs[0]
         if self._low is not None:
             inputs, kwargs = self._low.lower(inputs, kwargs)
-        torch_class = nn.parallel.DistributedDataParallel
-        torch_class._active_ddp_module = self  # what torch.compile asks for
         self._logging.forward_begins()
+        return inputs, kwargs
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        _TorchDDP._active_ddp_module = self  # what torch.compile asks for
         try:
-            output = self._modules["module"](*inputs, **kwargs)
+            return self._modules["module"](*inputs, **kwargs)
         finally:
-            torch_class._active_ddp_module = None
-            self._logging.forward_ended()
-        if self._low is not None and not training:
-            self._low.restore()
-        if training:
+            # Not what was there before: that may be a model of another thread, which would be kept for good.
+            _TorchDDP._active_ddp_module = None
+
+    def _post_forward(self, output: Any) -> Any:
+        self._logging.forward_ended()
+        if torch.is_grad_enabled():
             self._watch(output, self._local_now())
             self._forward_done(output)
+        elif self._low is not None:
+            self._low.restore()
         return output
 
     def _take_over_optimizers(self) -> None:
@@ -249,14 +242,7 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
 
     def _watch(self, output: Any, local: Local) -> None:
         """Have the reducer told when the gradient of an output arrives, before any of the parameters' do."""
-        # Weakly: the engine keeps the graph of a backward that raised, and with it what the graph holds.
-        me = weakref.ref(self._reducer.watch)
-
-        def arrived(_: torch.Tensor) -> None:
-            watch = me()
-            if watch is not None:
-                watch.output_reached(local)
-
+        arrived = self._reducer.watch.announcer(local)
         for tensor in (output,) if isinstance(output, torch.Tensor) else _tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(arrived)
@@ -318,10 +304,12 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        ranks = state.pop("_ranks")
+        if "options" not in state:  # torch's class has pickled it; it is read where ours has taken its place
+            state["options"] = of_torch(state)
+        ranks = state.pop("_ranks", None)
         nn.Module.__setstate__(self, state)
         self._modules = state["_modules"]
-        self.process_group = find_group(ranks)
+        self.process_group = choose_group(None, None) if ranks is None else find_group(ranks)
         self._attach(for_process_group(self.process_group, "gradients"))
         self._finish_surface()
 
@@ -337,11 +325,11 @@ class DistributedDataParallel(Uneven, Layers, TorchSurface, nn.parallel.Distribu
         return twin
 
 
-_identity, _requires_grad = attrgetter("_cdata"), attrgetter("requires_grad")
 _NOT_PICKLED = (
-    "process_group", "device_mesh", "_group", "_reducer", "_parameter_dicts", "_child_dicts", "_buffer_dicts",
-    "_structure", "modules_buffers", "named_module_buffers", "_buffer_ids", "_hooked", "_everything", "_grads_required", "_dtypes", "_join_config",
-    "_surface", "_broadcaster", "_local_cache", "_patterns", "_first_used", "_low", "_in_backward", "_logging",
+    "process_group", "device_mesh", "_group", "_reducer", "_structure", "modules_buffers",
+    "named_module_buffers", "_everything", "_join_config",
+    "_surface", "_broadcaster", "_local_cache", "_patterns", "_first_used", "_fetched", "_low", "_in_backward", "_logging",
+    "_guard",
 )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -17,9 +17,11 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
             raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-        return device_mesh.get_group(mesh_dim=0)
+        group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+        return group
     if process_group is not None:
-        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        outside: object = dist.GroupMember.NON_GROUP_MEMBER
+        if process_group is outside:
             raise MisuseError(
                 "DistributedDataParallel(process_group=...) with a group that this rank is not a member of",
                 "wrap the model only on the ranks of the group",
@@ -27,14 +29,14 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
         return process_group
     if not dist.is_initialized():
         world.init()
-    return dist.group.WORLD
+    return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
 def find_group(ranks: list[int]) -> dist.ProcessGroup:
     """The group of this process with these ranks, for an unpickled wrapper; else a world of one."""
     if not dist.is_initialized():
         world.init()
-    default = dist.group.WORLD
+    default = cast(dist.ProcessGroup, dist.group.WORLD)
     if ranks == list(range(dist.get_world_size())) or dist.get_world_size() == 1:
         return default
     for group, members in dist.distributed_c10d._world.pg_group_ranks.items():

@@ -7,10 +7,13 @@ their users expect.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
-from torch.distributed.optim import apply_optimizer_in_backward as torch_in_backward
+
+# Whose parameters have such optimizers has imported it; by itself it costs a second, for FSDP comes along.
+_TORCH_MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
 class InBackwardOptimizers:
@@ -21,10 +24,9 @@ class InBackwardOptimizers:
 
     def take_over(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Take the optimizers' own hooks off. Called at the first forward: they may come after wrapping."""
-        handles = torch_in_backward.param_to_optim_hook_handle_map
         for parameter in parameters:
             if hasattr(parameter, "_in_backward_optimizers"):
-                for handle in handles.pop(parameter, ()):
+                for handle in sys.modules[_TORCH_MODULE].param_to_optim_hook_handle_map.pop(parameter, ()):
                     handle.remove()
                 self._parameters.append(parameter)
 

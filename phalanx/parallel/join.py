@@ -17,15 +17,15 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 
 from phalanx.errors import ExhaustedError, MisuseError
 from phalanx.group.follow import Follower
 from phalanx.group.ticket import Operation, State, Ticket
 from phalanx.parallel.wrapped import Wrapped
-from phalanx.reduce.reducer import flush_leftovers
+from phalanx.reduce.roster import flush_leftovers
 
 
 class Join(TorchJoin):
@@ -62,7 +62,7 @@ class Join(TorchJoin):
         self._all = list(joinables)
         self._before: list[Any] = []
 
-    def __enter__(self) -> Join:  # type: ignore[override]
+    def __enter__(self) -> Join:
         if self._models and self._enable:
             self._refuse_what_cannot_be_followed()
             self._before = [each._join_config for each in self._all]
@@ -83,7 +83,7 @@ class Join(TorchJoin):
             if model.process_group is self._group:
                 continue
             for name, layer in model.module.named_modules():
-                if isinstance(layer, nn.SyncBatchNorm) and model.training:
+                if isinstance(layer, TorchSyncBatchNorm) and model.training:
                     raise MisuseError(
                         f"join() with {name or 'a model'}: {type(layer).__name__}, whose collectives go through a process "
                         f"group of backend {dist.get_backend(model.process_group)!r}, where a rank that is out of data "
@@ -91,7 +91,7 @@ class Join(TorchJoin):
                         'torch.distributed.init_process_group("phalanx"), or phalanx.init()', self._core.rank,
                     )  # fmt: skip
 
-    def __exit__(  # type: ignore[override]
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         if not self._models:

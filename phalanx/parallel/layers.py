@@ -136,17 +136,20 @@ class Layers(Wrapped):
         if averaged and self._reducer.runners:
             buffers.average(self._group, averaged, self._group.core.rank in self._reducer.runners)
 
-    def explain(self) -> str:
+    def explain(self, norms: bool = False) -> str:
         """Print and return, per parameter, whether its gradient is local or synchronised.
 
         One line each: name, bucket, state, the synchronisation since which it is so, and how many
-        micro-steps it holds that no synchronisation has seen. Not a collective.
+        micro-steps it holds that no synchronisation has seen. With `norms`, the norm of the gradient as it is now
+        on each rank: equal once it is synchronised. Not a collective without `norms`; with it, every rank calls.
         """
         reducer, statistics = self._reducer, self._reducer.statistics
         buckets = {}
         if not reducer.stale:
             buckets = {i: str(bucket.index) for bucket in reducer.plan.buckets for i in bucket.members}
-        lines = [f"{'parameter':40} {'bucket':>6}  gradient"]
+        columns = self._gradient_norms() if norms else []
+        heads = "".join(f"{f'rank {rank}':>12}" for rank in range(len(columns)))
+        lines = [f"{'parameter':40} {'bucket':>6}{heads}  gradient"]
         for index, (name, parameter) in enumerate(reducer.named):
             steps, since = statistics.micro_steps.get(index, 0), statistics.synchronised_at(index)
             if index in reducer.produced:
@@ -157,7 +160,21 @@ class Layers(Wrapped):
                 state = f"synchronised, at synchronisation {since} of {statistics.flushes}"
             if not parameter.requires_grad:
                 state += " (frozen)"
-            lines.append(f"{name:40} {buckets.get(index, '-'):>6}  {state}")
+            shown = "".join(f"{column[index]:>12}" for column in columns)
+            lines.append(f"{name:40} {buckets.get(index, '-'):>6}{shown}  {state}")
         text = "\n".join(lines)
         print(text)
         return text
+
+    def _gradient_norms(self) -> list[list[str]]:
+        """The norms of all gradients of every rank, as text; `-` where there is none. A collective."""
+        mine = [None if p.grad is None else _norm(p.grad) for p in self._reducer.parameters]
+        shown = "\n".join("-" if norm is None else f"{norm:.5g}" for norm in mine)
+        nothing = ["-"] * len(mine)
+        return [text.decode().split("\n") if text else nothing for text in self._group.core.exchange(shown.encode())]
+
+
+def _norm(gradient: torch.Tensor) -> float:
+    values = gradient.detach()
+    values = values.coalesce().values() if values.is_sparse else values
+    return float(values.to(torch.complex128 if values.is_complex() else torch.float64).norm())

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 
 from phalanx.launch.environment import variable
 
@@ -110,7 +110,7 @@ class LoggingData:
             "total_parameter_size_bytes": sum(entry.count * entry.itemsize for entry in plan.entries),
             "num_parameter_tensors": len(plan.entries),
             "bucket_sizes": ", ".join(map(str, sizes)),
-            "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules())),
+            "has_sync_bn": int(any(isinstance(m, TorchSyncBatchNorm) for m in ddp.module.modules())),
             "is_multi_device_module": int(ddp.is_multi_device_module),
         }
         data |= {key: variable(name, "N/A") for key, name in _ENVIRONMENT.items()}

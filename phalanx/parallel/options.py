@@ -7,12 +7,14 @@ only class; what has no meaning here is accepted, so that scripts run unchanged.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from phalanx.errors import MisuseError
 
 FIRST_BUCKET_BYTES = 1 << 20
 DEFAULT_BUCKET_MB = 25
@@ -23,8 +25,8 @@ class Options:
     """What the user asked for.
 
     device_ids, output_device    a single GPU for a module on that GPU; None for CPU and multi-device modules
-    forward_sync_buffers         buffers are broadcast from rank 0 at each training forward (broadcast_buffers is
-                                 its older name)
+    forward_sync_buffers         buffers are broadcast from rank 0 at each training forward, and for evaluation
+                                 after each step (broadcast_buffers is its older name)
     init_sync                    parameters and buffers of rank 0 are copied to all ranks when wrapping
     bucket_cap_mb(_list)         bucket sizes that communication hooks see
     find_unused_parameters, static_graph, skip_all_reduce_unused_params
@@ -57,6 +59,22 @@ class Options:
         return (min(FIRST_BUCKET_BYTES, cap), cap)
 
 
+def of_torch(state: Mapping[str, Any]) -> Options:
+    """The options in the state that torch's own DistributedDataParallel pickles."""
+    return Options(
+        None if state["device_ids"] is None else tuple(state["device_ids"]), state["output_device"],
+        state["forward_sync_buffers"], init_sync=True, init_sync_buffers=True,
+        bucket_cap_mb=state["bucket_bytes_cap"] / (1 << 20), bucket_bytes_cap_list=(),
+        mixed_precision=None, **{name: state[name] for name in _AS_IN_TORCH},
+    )  # fmt: skip
+
+
+_AS_IN_TORCH = (
+    "find_unused_parameters", "gradient_as_bucket_view", "static_graph", "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+)  # fmt: skip
+
+
 def buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
     """Settle the two names of one option; return (sync at forward, sync when wrapping)."""
     if broadcast_buffers is not None:
@@ -75,16 +93,23 @@ def buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | Non
 
 
 def check_devices(
-    parameters: Sequence[nn.Parameter], device_ids: Sequence[Any] | None, output_device: Any
+    named: Sequence[tuple[str, nn.Parameter]], device_ids: Sequence[Any] | None, output_device: Any
 ) -> tuple[tuple[Any, ...] | None, Any]:
-    """Check device_ids against where the parameters are; the texts are torch's."""
+    """Check device_ids against where the parameters are; the beginnings of the texts are torch's."""
+    parameters = [parameter for _, parameter in named]
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError("device_ids can only be None or contain a single element.")
     types = {parameter.device.type for parameter in parameters}
     if len(types) != 1:
         raise ValueError(
             "DistributedDataParallel's input module must be on the same type of devices, but input module "
-            f"parameters locate in {types}."
+            f"parameters locate in {types}.\n{_where(named)}\nInstead: move the module to one device before wrapping "
+            "it, module.to(device); several devices of one type are fine."
+        )
+    if types == {"meta"}:
+        raise MisuseError(
+            "DistributedDataParallel of a module without data: its parameters are on the meta device",
+            "module.to_empty(device=...) and initialise or load it, before wrapping it",
         )
     devices = {parameter.device for parameter in parameters}
     if not device_ids or types == {"cpu"} or len(devices) > 1:
@@ -99,3 +124,14 @@ def check_devices(
     chosen = tuple(torch.device("cuda", i) if isinstance(i, int) else torch.device(i) for i in device_ids)
     indices = tuple(device.index for device in chosen)
     return indices, indices[0] if output_device is None else output_device
+
+
+def _where(named: Sequence[tuple[str, nn.Parameter]]) -> str:
+    """Say which parameters are where, a few of each."""
+    places: dict[str, list[str]] = {}
+    for name, parameter in named:
+        places.setdefault(str(parameter.device), []).append(name)
+    return "\n".join(
+        f"  on {device}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        for device, names in sorted(places.items())
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
+from phalanx.group.process_group import for_process_group
 from phalanx.parallel import buffers
 from phalanx.parallel.logging_data import LoggingData
 from phalanx.parallel.wrapped import Wrapped
@@ -31,15 +33,35 @@ class ReducerSurface:
         self._ddp = ddp
 
     def prepare_for_backward(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Accept the outputs whose backward comes next: it will synchronise (Lightning calls this)."""
+        """Have the next backward synchronise, even if the forward it belongs to ran under no_sync().
+
+        Accelerate and Lightning call this, with the outputs or an empty list.
+        """
+        local = self._ddp._local_now()
         for tensor in tensors:
-            self._ddp._watch(tensor, self._ddp._local_now())
+            self._ddp._watch(tensor, local)
+        self._ddp._reducer.watch.output_reached(local)
+
+    def prepare_for_forward(self) -> None:
+        """Nothing to do: the forward itself prepares."""
+
+    def _delay_all_reduce(self) -> None:
+        """Nothing to do: whatever backward has left is synchronised when it ends (Lightning calls this)."""
+
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        self._ddp._buffer_futures.extend(futures)
+
+    def _remove_autograd_hooks(self) -> None:
+        self._ddp._remove_autograd_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        self._ddp._check_reducer_finalized()
 
     def _get_local_used_map(self) -> torch.Tensor:
         return torch.tensor(self._ddp._reducer.statistics.used_map(), dtype=torch.int32)
 
     def _ddp_graph_static(self) -> bool:
-        return self._ddp._reducer.statistics.used_set_changes == 0
+        return bool(self._ddp._reducer.statistics.used_set_changes == 0)
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -48,19 +70,51 @@ class ReducerSurface:
         pass
 
 
+class LoggerSurface:
+    """What callers of torch reach through `ddp.logger`."""
+
+    def __init__(self, ddp: Any) -> None:
+        self._ddp = ddp
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Nothing to do: steps are noted as they end."""
+
+    def set_error_and_log(self, text: str) -> None:
+        """Keep an error for _get_ddp_logging_data()."""
+        self._ddp._logging.error = text
+
+    def _set_uneven_input_join(self) -> None:
+        self._ddp._logging.joined = True
+
+    def _set_static_graph(self) -> None:
+        pass
+
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        data = self._ddp._logging.as_dict()
+        texts = {key: value for key, value in data.items() if isinstance(value, str)}
+        return SimpleNamespace(strs_map=texts, ints_map={key: data[key] for key in data.keys() - texts.keys()})
+
+
 class TorchSurface(Wrapped):
     """Mixed into DistributedDataParallel before torch's class, so that these win."""
 
-    logger = None
+    # State of torch's that is always the same here.
+    _lazy_init_ran = True
+    _use_python_reducer = False
+    _delay_all_reduce_all_params = False
+    _delay_grad_buffer = None
+    _static_graph_delay_allreduce_enqueued = False
+    use_side_stream_for_tensor_copies = False
 
     def _start_surface(self) -> None:
         """Set what belongs to this process; called before the reducer is built."""
-        self._surface = ReducerSurface(weakref.proxy(self))  # type: ignore[arg-type]
-        self._logging = LoggingData(weakref.proxy(self))  # type: ignore[arg-type]
-        self._buffer_futures: list[torch.futures.Future] = []
+        self._surface = ReducerSurface(weakref.proxy(self))
+        self._logging = LoggingData(weakref.proxy(self))
+        self._buffer_futures: list[torch.futures.Future[Any]] = []
+        self._fetched: list[buffers.Received] = []
         self._authoritative_rank = 0
         self._reducer.after_flush.append(weakly(self._wait_for_buffer_hooks))
-        self._reducer.after_flush.append(weakly(self._sync_buffers_after_skip))
+        self._reducer.after_flush.append(weakly(self._sync_buffers_after_step))
         self._reducer.after_flush.append(self._logging.backward_ended)
         self._reducer.after_flush.append(weakly(self._check_static_graph))
         self._first_used: frozenset[int] | None = None
@@ -92,6 +146,27 @@ class TorchSurface(Wrapped):
     def reducer(self) -> ReducerSurface:
         """What callers of torch reach through this name."""
         return self._surface
+
+    @property
+    def logger(self) -> LoggerSurface:
+        """What callers of torch reach through this name."""
+        return LoggerSurface(self)
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return bool(self._reducer.statistics.flushes)
+
+    def _lazy_init(self) -> None:
+        pass
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Synchronise over another group from now on (torchft calls this when ranks come and go). Collective."""
+        self._remove_autograd_hooks()
+        hook = self._reducer.comm_hook
+        self.process_group = new_process_group
+        self._attach(for_process_group(new_process_group, "gradients"))
+        self._reducer.comm_hook = hook
+        self._finish_surface()
 
     # -- errors and logging ----------------------------------------------------------------------------
 
@@ -134,7 +209,7 @@ class TorchSurface(Wrapped):
     def _refuse_changed_graph(self) -> None:
         if self._graph_changed:
             self._graph_changed = False
-            changed = sorted(self._first_used ^ self._reducer.statistics.used)
+            changed = sorted((self._first_used or frozenset()) ^ self._reducer.statistics.used)
             self._log_and_throw(
                 RuntimeError,
                 "Expected to have finished reduction in the prior iteration before starting a new one. This error "
@@ -160,12 +235,13 @@ class TorchSurface(Wrapped):
     # -- communication hooks ---------------------------------------------------------------------------
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        hooks = {
+        hooks: dict[Any, Callable[[Any, Any], Any]] = {
             dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
             dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
         self.register_comm_hook(self._group, hooks[comm_hook_type])
-        self._reducer.comm_hook.name = str(comm_hook_type)
+        if self._reducer.comm_hook is not None:
+            self._reducer.comm_hook.name = str(comm_hook_type)
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
         """Refuse hooks that cannot be right; annotations are optional, as in torch."""
@@ -203,14 +279,38 @@ class TorchSurface(Wrapped):
         elif self._has_buffer_hook_at(_BufferCommHookLocation.PRE_FORWARD):
             self._run_buffer_hook()
 
-    def _sync_buffers_after_skip(self) -> None:
-        """Give ranks that have skipped a step the buffers of one that has not: theirs have missed its forward."""
-        reducer = self._reducer
-        if reducer.skippers and reducer.runners and self.buffer_hook is None and self.will_sync_module_buffers():
-            self._broadcaster.broadcast(reducer.runners[0])
+    _sync_params = _sync_buffers  # what it was called before torch 1.10
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        if self.buffer_hook is None:
+            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
+        else:
+            self._run_buffer_hook()
+
+    def _assign_modules_buffers(self) -> None:
+        self._remember_structure()
+
+    def _sync_buffers_after_step(self) -> None:
+        """Fetch the buffers of rank 0, for a forward that evaluates; torch broadcasts them in that forward itself.
+
+        Here it must not: ranks may evaluate alone. Ranks that have skipped the step have missed its forward, and
+        get the buffers of one that has not, at once.
+        """
+        runners, training = self._reducer.runners, self.module.training
+        self._fetched.clear()
+        if not runners or self.buffer_hook is not None or not self.will_sync_module_buffers():
+            return
+        if self._reducer.skippers:
+            self._broadcaster.broadcast(runners[0])
+        elif training:
+            self._fetched.extend(self._broadcaster.fetch(runners[0]))
+
+    def _take_fetched_buffers(self) -> None:
+        while self._fetched:
+            self._fetched.pop().put()
 
     def _run_buffer_hook(self) -> None:
-        hook = self.buffer_hook
+        hook: Any = self.buffer_hook
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
         self._buffer_futures.extend(futures or ())
 
@@ -221,6 +321,10 @@ class TorchSurface(Wrapped):
     def _forward_done(self, output: Any) -> None:
         if self._has_buffer_hook_at(_BufferCommHookLocation.POST_FORWARD) and self.will_sync_module_buffers():
             self._run_buffer_hook()
+        if self.modules_buffers:
+            # As in torch, a forward after one under no_sync() leaves buffers alone: ranks may differ in how many
+            # micro-batches they have.
+            self.__dict__["require_forward_param_sync"] = self.require_backward_grad_sync
 
     def _register_buffer_comm_hook(
         self,

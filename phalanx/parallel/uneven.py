@@ -12,9 +12,10 @@ import torch
 from phalanx.errors import MisuseError
 from phalanx.group.follow import Follower
 from phalanx.group.ticket import Operation, State
+from phalanx.parallel.epochs import pass_begins
 from phalanx.parallel.join import Join
 from phalanx.parallel.wrapped import Wrapped
-from phalanx.reduce.reducer import flush_leftovers
+from phalanx.reduce.roster import flush_leftovers
 from phalanx.reduce.weighing import weigh
 
 T = TypeVar("T")
@@ -46,10 +47,14 @@ class Uneven(Wrapped):
                 return 1.0  # the wrapper has been dropped, and with it all synchronisation
             reducer.watch.output_reached(local)
             try:
+                reducer.residue.check(reducer.parameters, reducer.weights)
                 return reducer.weights.add(n)
             except ValueError as error:
                 raise MisuseError(
-                    str(error), "one backward for each weighed loss, or the same n for all terms of a loss", rank
+                    str(error),
+                    "one backward for each weighed loss, or the same n for all terms of a loss; and "
+                    "optimizer.zero_grad() before the first micro-batch of a step",
+                    rank,
                 ) from None
 
         return weigh(loss, float(n), counted)
@@ -76,6 +81,7 @@ class Uneven(Wrapped):
 
         The last round synchronises even if it is shorter. Step the optimizer after the backwards that do.
         """
+        pass_begins(data)
         batches = iter(data)
         try:
             coming = next(batches)

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from phalanx.group.process_group import PhalanxProcessGroup
+from phalanx.parallel.buffers import Broadcaster
 from phalanx.parallel.logging_data import LoggingData
 from phalanx.parallel.options import Options
 from phalanx.reduce.reducer import Reducer
@@ -22,10 +25,23 @@ class Wrapped(nn.Module):
     options: Options
     forward_sync_buffers: bool
     no_sync: Callable[..., AbstractContextManager[None]]
+    register_comm_hook: Callable[[object, Callable[[Any, Any], Any]], None]
+    process_group: dist.ProcessGroup
+    modules_buffers: list[torch.Tensor]
+    require_forward_param_sync: bool
+    _broadcaster: Broadcaster
     _group: PhalanxProcessGroup
     _reducer: Reducer
     _logging: LoggingData
     _local_now: Callable[[], Local]
+    _attach: Callable[[PhalanxProcessGroup], None]
+    _remember_structure: Callable[[], None]
+    require_backward_grad_sync: bool
+    drift_check: bool
+    parameters_to_ignore: set[str]
+    named_module_buffers: dict[str, torch.Tensor]
+    _everything: list[nn.Parameter]
+    _buffers_with: Callable[[str], list[torch.Tensor]]
     _join_config: Any
     _authoritative_rank: int
     _sync_final_model: Callable[[int], None]

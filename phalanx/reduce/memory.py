@@ -1,18 +1,23 @@
-"""Where a reducer's gradients live: one store for each device, all with the same few methods."""
+"""Where a reducer's gradients live: one store for each device and kind of memory, all with the same few methods."""
 
 from __future__ import annotations
 
 import mmap
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from phalanx.group.process_group import PhalanxProcessGroup
-from phalanx.reduce.plan import Plan
+from phalanx.reduce.plan import Plan, Region
 from phalanx.transport.backend import BackendGradients
 from phalanx.transport.protocol import Fence
-from phalanx.transport.shm import SharedGradients
+from phalanx.transport.shared_gradients import SharedGradients, StagedGradients
+
+# A region is staged if it is small, and its gradients are on average: copying one into a slot then costs less than
+# having autograd add it to what is there.
+_STAGED_REGION_BYTES, _STAGED_MEAN_BYTES = 4 << 20, 32 << 10
 
 
 class Gradients(Protocol):
@@ -21,7 +26,12 @@ class Gradients(Protocol):
     own: list[torch.Tensor]
 
     def reduce(
-        self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Fence, takes: bool
+        self,
+        spans: Sequence[tuple[int, int, int]],
+        scales: Sequence[float],
+        fence: Fence,
+        takes: bool = True,
+        all_take: bool = False,
     ) -> None:
         """Replace `spans` (k, start, stop) by the scaled sum over ranks, here only if `takes`."""
 
@@ -32,56 +42,94 @@ class Memory:
     def __init__(self, group: PhalanxProcessGroup, plan: Plan) -> None:
         self.own: list[torch.Tensor] = [torch.empty(0)] * len(plan.regions)
         self._stores: list[tuple[Gradients, dict[int, int]]] = []
-        self._shared: dict[int, tuple[SharedGradients, int]] = {}
-        for device in dict.fromkeys(region.device for region in plan.regions):
-            numbers = [number for number, region in enumerate(plan.regions) if region.device == device]
+        self._mapped: dict[int, tuple[mmap.mmap, int]] = {}
+        self._staged: dict[int, tuple[StagedGradients, int]] = {}
+        members = Counter(place[0] for place in plan.places if place is not None)
+        makers = [_maker(group, region, members[number]) for number, region in enumerate(plan.regions)]
+        for kind in dict.fromkeys(makers):
+            numbers = [number for number, maker in enumerate(makers) if maker == kind]
             layout = [(getattr(torch, plan.regions[n].dtype), plan.regions[n].count) for n in numbers]
-            store = _make_store(group, torch.device(device), layout)
+            store = _make_store(group, *kind, layout)
             self._stores.append((store, {number: place for place, number in enumerate(numbers)}))
             for place, number in enumerate(numbers):
                 self.own[number] = store.own[place]
-                if isinstance(store, SharedGradients):
-                    self._shared[number] = (store, store.offsets[place])
+                if not isinstance(store, BackendGradients):
+                    self._mapped[number] = (store.memory, store.offsets[place])
+                if isinstance(store, StagedGradients):
+                    self._staged[number] = (store, place)
+        self.staged = frozenset(self._staged)
+        self.at_home = [flat for number, flat in enumerate(self.own) if number not in self.staged]
 
     def view(self, region: int, start: int, like: torch.Tensor) -> torch.Tensor:
         """A gradient for parameter `like` at element `start` of `region`, with its shape and strides.
 
-        In shared memory it gets a storage of its own: a view of the whole arena would drag the arena
+        In mapped memory it gets a storage of its own: a view of the whole would drag the whole
         along when it is pickled or deep-copied. It is no view for autograd, which refuses to detach_() those.
         """
         count = like.numel()
-        shared = self._shared.get(region)
-        if shared is None:
+        mapped = self._mapped.get(region)
+        if mapped is None:
             flat = self.own[region][start : start + count]
         else:
-            store, offset = shared
+            memory, offset = mapped
             at = offset + start * like.element_size()
-            flat = torch.frombuffer(store.arena, dtype=like.dtype, count=count, offset=at)
-        storage, at = flat.untyped_storage(), flat.storage_offset()
-        return flat.new_empty(0).set_(storage, at, like.shape, dense_strides(like))
+            flat = torch.frombuffer(memory, dtype=like.dtype, count=count, offset=at)
+        return _shaped(flat, like)
+
+    def slot_view(self, turn: int, region: int, start: int, like: torch.Tensor) -> torch.Tensor:
+        """Where the contribution of parameter `like`, of a staged region, is posted in turn 0 or 1."""
+        store, place = self._staged[region]
+        return _shaped(store.slot(turn, place)[start : start + like.numel()], like)
+
+    def posted(self, turn: int) -> None:
+        """Say in which turn contributions to staged regions have been posted."""
+        for store, _ in self._staged.values():
+            store.posted(turn)
 
     def has_own_storage(self, region: int) -> bool:
         """Whether each gradient of the region has a storage of its own, so that its users can be counted."""
-        return region in self._shared
+        return region in self._mapped
 
     def reduce(
-        self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Fence, takes: bool = True
+        self,
+        spans: Sequence[tuple[int, int, int]],
+        scales: Sequence[float],
+        fence: Fence,
+        takes: bool = True,
+        all_take: bool = False,
     ) -> None:
         """See Gradients.reduce; `spans` name the plan's regions."""
         for store, places in self._stores:
             mine = [(places[region], start, stop) for region, start, stop in spans if region in places]
-            store.reduce(mine, scales, fence, takes)
+            store.reduce(mine, scales, fence, takes, all_take)
+
+
+def _maker(group: PhalanxProcessGroup, region: Region, members: int) -> tuple[type[Gradients], str]:
+    """The kind of memory for a region with so many gradients, and its device."""
+    if torch.device(region.device).type != "cpu" or not (group.core.size == 1 or group.shares_memory):
+        return BackendGradients, region.device
+    size = region.count * getattr(torch, region.dtype).itemsize
+    staged = size <= _STAGED_REGION_BYTES and size <= members * _STAGED_MEAN_BYTES
+    return StagedGradients if staged else SharedGradients, region.device
 
 
 def _make_store(
-    group: PhalanxProcessGroup, device: torch.device, layout: Sequence[tuple[torch.dtype, int]]
+    group: PhalanxProcessGroup, kind: type[Gradients], device: str, layout: Sequence[tuple[torch.dtype, int]]
 ) -> Gradients:
     core = group.core
-    if device.type != "cpu" or not (core.size == 1 or group.shares_memory):
-        return BackendGradients(group, layout, device)
+    if kind is BackendGradients:
+        return BackendGradients(group, layout, torch.device(device))
+    if kind is StagedGradients:
+        arena = None if core.size == 1 else core.arena(StagedGradients.bytes_needed(core.size, layout))
+        return StagedGradients(core.rank, core.size, arena, layout)
     needed = SharedGradients.bytes_needed(core.size, layout)
     arena = mmap.mmap(-1, needed) if core.size == 1 else core.arena(needed)
     return SharedGradients(core.rank, core.size, arena, layout)
+
+
+def _shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    storage, at = flat.untyped_storage(), flat.storage_offset()
+    return flat.new_empty(0).set_(storage, at, like.shape, dense_strides(like))
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -1,9 +1,11 @@
 """Where the gradients of one model are: their places in gradient memory, and what p.grad shows.
 
-Before backward every parameter without a gradient is lent its zeroed place, so that autograd accumulates
-straight into it. A gradient that lives elsewhere (the user's own tensor, a sparse one, one with a graph)
-is copied in before a reduction and gets the result copied out. A place is recognised by its data
-pointer, never by identity.
+A place is either at home or staged, by the size of its region (see transport/shared_gradients.py). Before
+backward every parameter without a gradient whose place is at home is lent it, zeroed, so that autograd
+accumulates straight into it. A gradient whose place is staged is made by autograd, posted when it is time, and
+replaced by the place with the result. A gradient that lives elsewhere (the user's own tensor, a sparse one,
+one with a graph) is copied in before a reduction and gets the result copied out. A place is recognised by its
+data pointer, never by identity.
 
 A parameter whose gradient is held back (see DistributedDataParallel.sync_policy) shows no gradient between
 steps, while what it has accumulated stays in its place.
@@ -11,7 +13,7 @@ steps, while what it has accumulated stays in its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, eq, is_
 from sys import getrefcount
@@ -19,13 +21,24 @@ from sys import getrefcount
 import torch
 
 from phalanx.group.process_group import PhalanxProcessGroup
+from phalanx.reduce.holders import Holders
 from phalanx.reduce.memory import Memory
 from phalanx.reduce.plan import Plan
 
 # One pass of map() over hundreds of parameters costs a fraction of a loop's.
 _gradient, _requires_grad, _version = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
 _NONES = repeat(None)
-_ONLY_HERE = 1  # holders of a storage that only a local variable still names
+_NOBODY: frozenset[int] = frozenset()
+
+
+def _references_to_a_gradient() -> int:
+    leaf = torch.zeros(1, requires_grad=True)
+    leaf.grad = torch.zeros(1)
+    return max(map(getrefcount, [leaf.grad]))
+
+
+_OURS_ALONE = _references_to_a_gradient()
+"""References to a gradient that only its parameter and a list of ours hold."""
 
 
 class Places:
@@ -48,17 +61,38 @@ class Places:
             for place, parameter in zip(plan.places, parameters, strict=True)
         ]
         self.placed = [index for index, view in enumerate(self.views) if view is not None]
+        self.staged = [index for index in self.placed if plan.places[index][0] in self.memory.staged]
+        self._at_home = [index for index in self.placed if plan.places[index][0] not in self.memory.staged]
+        self._slots = [[self._slot(turn, index) for index in self.staged] for turn in (0, 1)]
         self.held: set[int] = set()
         self.hidden = False  # whether some parameter showed no gradient at the last settle()
         self._pointers = [0 if view is None else view.data_ptr() for view in self.views]
-        self._storages: list[int] = []  # of the placed parameters, whose users can be counted
-        self._unused: list[tuple[int, int]] = []
-        self._count_from_now()
-        self._lent: list[int] = []
-        self._lent_views: list[torch.Tensor | None] = []
+        count = (self._shows_place, self._apart, self._renewed)
+        self._holders_at_home = Holders(self.views, self._at_home, *count) if self._at_home else None
+        self._holders_staged = Holders(self.views, self.staged, *count) if self.staged else None
+        self._lent: Sequence[int] = []
+        self._lent_views: Sequence[torch.Tensor | None] = []
         self._versions: list[int] = []
+        self._made: Collection[int] = _NOBODY  # staged ones without a gradient when this backward began
+        self._given: list[torch.Tensor | None] = []  # what the parameters showed at the last settle()
+        self._all_made = False  # that was, for all of them, staged and made by this backward
+        self._posted = False
         if older is not None:
             self._move_in(older)
+
+    def _slot(self, turn: int, index: int) -> torch.Tensor:
+        region, start = self.plan.places[index]
+        return self.memory.slot_view(turn, region, start, self._params[index])
+
+    def _shows_place(self, index: int) -> bool:
+        return pointer(self._params[index].grad) == self._pointers[index]
+
+    def _apart(self, index: int) -> bool:
+        return self.memory.has_own_storage(self.plan.places[index][0])
+
+    def _renewed(self, index: int) -> torch.Tensor:
+        region, start = self.plan.places[index]
+        return self.memory.view(region, start, self._params[index])
 
     def _move_in(self, older: Places) -> None:
         before = {id(view): view for view in older.views if view is not None}
@@ -72,65 +106,50 @@ class Places:
                 view.copy_(held[id(parameter)])
                 self.held.add(index)
 
-    # -- gradients that the user keeps ---------------------------------------------------------------
-
-    def _count_from_now(self) -> None:
-        """Note how many hold each place while nobody but us does."""
-        views = [self.views[index] for index in self.placed]
-        self._storages = [view.untyped_storage()._cdata for view in views]
-        del views
-        self._unused = self._holders()
-
-    def _holders(self) -> list[tuple[int, int]]:
-        views = self.views if len(self.placed) == len(self.views) else [self.views[index] for index in self.placed]
-        return list(zip(map(getrefcount, views), map(torch._C._storage_Use_Count, self._storages), strict=True))
-
-    def _leave_kept(self) -> None:
-        """Let gradients that the user has kept from an earlier step keep their values, away from their places."""
-        holders = self._holders()
-        if holders == self._unused:
-            return
-        kept = [i for i, now, unused in zip(self.placed, holders, self._unused, strict=True) if now > unused]
-        for index in kept:
-            view, parameter = self.views[index], self._params[index]
-            if parameter.grad is not None:
-                continue
-            storage = view.untyped_storage()
-            view.data = view.clone()  # whoever holds this very tensor
-            region, start = self.plan.places[index]
-            alone = self.memory.has_own_storage(region)  # else its users cannot be told from its neighbours
-            if alone and torch._C._storage_Use_Count(storage._cdata) > _ONLY_HERE:
-                storage.share_memory_()  # whoever holds another tensor on its memory: moves them all
-            self.views[index] = self.memory.view(region, start, parameter)
-        if kept:
-            self._count_from_now()
-
     # -- around a backward ---------------------------------------------------------------------------
 
     def lend(self) -> Sequence[int]:
         """Give every parameter without a gradient its place, zeroed unless it is held back there.
 
-        Returns the parameters whose places have been zeroed.
+        Staged places are lent only where something is held back. Returns the parameters that had dropped
+        their gradients.
         """
-        self._leave_kept()
+        if self._holders_at_home is not None:
+            self._holders_at_home.leave_kept()
         params, views = self._params, self.views
-        usual = not self.held and len(self.placed) == len(params)
-        if usual and all(map(is_, map(_gradient, params), _NONES)) and all(map(_requires_grad, params)):
-            for flat in self.memory.own:
-                flat.zero_()
-            self._lent = emptied = self.placed
-            lent_views = views
-        else:
-            self._lent = [i for i in self.placed if params[i].grad is None and params[i].requires_grad]
-            emptied = [i for i in self._lent if i not in self.held]
-            if emptied:
-                torch._foreach_zero_([views[i] for i in emptied])
-            params, lent_views = [params[i] for i in self._lent], [views[i] for i in self._lent]
-        for parameter, view in zip(params, lent_views, strict=True):
+        empty = all(map(is_, map(_gradient, params), _NONES))
+        if empty and not self.held and len(self.placed) == len(params):
+            self._made = _NOBODY if torch.is_grad_enabled() else self.staged  # enabled by create_graph
+            if not self._at_home:
+                return self.placed
+            if not self.staged and all(map(_requires_grad, params)):
+                for flat in self.memory.at_home:
+                    flat.zero_()
+                self._begin_loan(self.placed, params, views)
+                return self.placed
+        return self._lend_some()
+
+    def _lend_some(self) -> Sequence[int]:
+        params, views = self._params, self.views
+        empty = [i for i in self.placed if params[i].grad is None and params[i].requires_grad]
+        if self.staged:
+            self._made = _NOBODY if torch.is_grad_enabled() else {i for i in empty if i not in self.held}
+        dropped = [i for i in empty if i not in self.held]
+        staged = set(self.staged)
+        zeroed = [views[i] for i in dropped if i not in staged]
+        if zeroed:
+            torch._foreach_zero_(zeroed)
+        lent = [i for i in empty if i in self.held or i not in staged]
+        self._begin_loan(lent, [params[i] for i in lent], [views[i] for i in lent])
+        return dropped
+
+    def _begin_loan(
+        self, lent: Sequence[int], params: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor | None]
+    ) -> None:
+        for parameter, view in zip(params, views, strict=True):
             parameter.grad = view
-        self._lent_views = lent_views
-        self._versions = list(map(_version, lent_views))
-        return emptied
+        self._lent, self._lent_views = lent, views
+        self._versions = list(map(_version, views))
 
     def untouched(self) -> set[int]:
         """The parameters whose lent place nobody has written to, though their hook may have run.
@@ -149,53 +168,81 @@ class Places:
     def keep_all(self) -> None:
         """End the loan with every place in use."""
         self._lent, self._lent_views, self._versions = [], [], []
+        self._made, self._given = _NOBODY, []
 
-    def take_back(self, kept: set[int]) -> None:
+    def take_back(self, kept: Collection[int]) -> None:
         """Take lent places away again from the parameters not in `kept`; the loan is over."""
         for index in self._lent if len(kept) < len(self._params) else ():
             if index not in kept and self._params[index].grad is self.views[index]:
                 self._params[index].grad = None
-        self._lent, self._lent_views, self._versions = [], [], []
+        self.keep_all()
 
     # -- around a reduction --------------------------------------------------------------------------
 
-    def settle(self, produced: set[int]) -> list[int]:
-        """Have every contribution in its place; return the parameters whose gradient lives elsewhere.
+    def settle(self, produced: set[int]) -> Sequence[int]:
+        """Have every contribution in its place, or ready to be posted; return the parameters to hand_out() to.
 
-        Removes from `produced` those whose gradient the user has dropped.
+        Those are the ones whose gradient lives elsewhere. Removes from `produced` those whose gradient the
+        user has dropped.
         """
-        foreign: list[int] = []
+        if self._holders_staged is not None:
+            self._holders_staged.leave_kept()
+        given = self._given = list(map(_gradient, self._params))
+        self._all_made = len(self._made) == len(given) and not any(map(is_, given, _NONES))
+        if self._all_made:
+            self.hidden = False
+            return self.placed
         try:
-            pointers = list(map(torch.Tensor.data_ptr, map(_gradient, self._params)))
+            pointers = list(map(torch.Tensor.data_ptr, given))
         except (TypeError, RuntimeError):  # one of them is None, or sparse and has no data pointer
-            pointers = [pointer(parameter.grad) for parameter in self._params]
+            pointers = list(map(pointer, given))
         self.hidden = 0 in pointers
         if pointers == self._pointers:
-            return foreign
+            return ()
+        return self._settle_each(pointers, produced)
+
+    def _settle_each(self, pointers: Sequence[int], produced: set[int]) -> list[int]:
+        foreign, staged = [], set(self.staged)
         for index, at in enumerate(pointers):
             view, gradient = self.views[index], self._params[index].grad
             if gradient is None:
-                if index not in self.held:
-                    produced.discard(index)
-                    if view is not None:
-                        view.zero_()
+                if index in self.held:
+                    self._given[index] = view
+                    continue
+                produced.discard(index)
+                if view is not None and index not in staged:
+                    view.zero_()
             elif view is not None and at != self._pointers[index]:
                 if gradient is view:  # p.grad.data has been replaced
-                    region, start = self.plan.places[index]
-                    view = self.views[index] = self.memory.view(region, start, self._params[index])
-                with torch.no_grad():
-                    view.copy_(gradient if gradient.layout is torch.strided else gradient.to_dense())
+                    view = self.views[index] = self._renewed(index)
+                if index not in staged:
+                    _copy(gradient, view)
                 foreign.append(index)
         return foreign
 
+    def post(self, step: int, at_home: bool = False) -> None:
+        """Post the staged contributions for a reduction that begins with fence `step`; or put them `at_home`.
+
+        Whoever is alone, or hands gradients to a communication hook, wants them at home.
+        """
+        if not self.staged:
+            return
+        self._posted, turn = True, step & 1
+        slots = [self.views[index] for index in self.staged] if at_home else self._slots[turn]
+        self.memory.posted(turn)
+        if self._all_made:
+            torch._foreach_copy_(slots, self._given)
+            return
+        for slot, index in zip(slots, self.staged, strict=True):
+            given = self._given[index]
+            if given is None:
+                slot.zero_()
+            elif given is not slot:
+                _copy(given, slot)
+
     def foreign_among(self, indices: Iterable[int]) -> list[int]:
         """Those of `indices` that have a gradient which does not live in its place."""
-        found = []
-        for index in indices:
-            gradient = self._params[index].grad
-            if gradient is not None and pointer(gradient) != self._pointers[index]:
-                found.append(index)
-        return found
+        return [i for i in indices if self._params[i].grad is not None and not self._shows_place(i)]
 
     def show(self, used: Iterable[int]) -> None:
         """Have every parameter in `used` that shows no gradient show its place."""
@@ -204,18 +251,34 @@ class Places:
                 self._params[index].grad = self.views[index]
 
     def hand_out(self, used: Sequence[int], foreign: Sequence[int]) -> None:
-        """Copy results out to gradients that live elsewhere."""
-        if not foreign:
+        """Give results to gradients that live elsewhere; what autograd has made, the place itself replaces.
+
+        What somebody has got hold of meanwhile (a hook) is not replaced, but written to.
+        """
+        posted, self._posted = self._posted, False
+        if not foreign or not (posted or self._at_home):
             return
+        params, views = self._params, self.views
+        if self._all_made and posted and len(used) == len(params) and self._alone(self._given):
+            for parameter, view in zip(params, views, strict=True):
+                parameter.grad = view
+            return
+        unposted = _NOBODY if posted else set(self.staged)
         wanted = set(used)
         for index in foreign:
-            gradient, view = self._params[index].grad, self.views[index]
-            if index not in wanted or gradient is None or view is None:
+            gradient, view = params[index].grad, views[index]
+            if index not in wanted or index in unposted or gradient is None or view is None:
                 continue
-            if gradient.layout is not torch.strided:
-                self._params[index].grad = view
+            self._given[index : index + 1] = [None]
+            ours = index in self._made and getrefcount(gradient) <= _OURS_ALONE
+            if ours or gradient.layout is not torch.strided:
+                params[index].grad = view
             else:
                 gradient.data.copy_(view)
+
+    @staticmethod
+    def _alone(gradients: list[torch.Tensor | None]) -> bool:
+        return max(map(getrefcount, gradients)) <= _OURS_ALONE
 
     def hold_back(self, indices: Iterable[int]) -> None:
         """Keep what these parameters have accumulated in their places, and show no gradient."""
@@ -225,10 +288,14 @@ class Places:
             if view is None or gradient is None:
                 continue
             if pointer(gradient) != self._pointers[index]:
-                with torch.no_grad():
-                    view.copy_(gradient if gradient.layout is torch.strided else gradient.to_dense())
+                _copy(gradient, view)
             self._params[index].grad = None
             self.held.add(index)
+
+
+@torch.no_grad()
+def _copy(gradient: torch.Tensor, view: torch.Tensor) -> None:
+    view.copy_(gradient if gradient.layout is torch.strided else gradient.to_dense())
 
 
 def pointer(gradient: torch.Tensor | None) -> int:

@@ -84,6 +84,12 @@ class Plan:
                 joined.append([region, start, stop])
         return [(region, start, stop) for region, start, stop in joined]
 
+    def label(self, model: str) -> str:
+        """What is synchronised, for texts: the model's name, its first and last parameter, its buckets."""
+        first, last, count = self.entries[0].name, self.entries[-1].name, len(self.buckets)
+        names = f"parameter {first}" if len(self.entries) == 1 else f"parameters {first} to {last}"
+        return f"{model}, {names}, {count} bucket{'s' * (count != 1)}"
+
     def whole(self) -> list[tuple[int, int, int]]:
         """The spans when every parameter is used."""
         return [(number, 0, region.count) for number, region in enumerate(self.regions)]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,14 +26,16 @@ import torch
 
 from phalanx.errors import InternalError, MisuseError, RankMismatchError
 from phalanx.group import ticket
-from phalanx.group.group import Group
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.group.ticket import Operation, State, Ticket
 from phalanx.reduce import sparse
 from phalanx.reduce.bucket import HookRunner
 from phalanx.reduce.model import compare_models, entries_of
+from phalanx.reduce.monitor import Monitor
 from phalanx.reduce.places import Places
 from phalanx.reduce.plan import Plan, fingerprint, make_plan
+from phalanx.reduce.residue import Residue
+from phalanx.reduce.roster import reducers
 from phalanx.reduce.schedule import Round, Schedule
 from phalanx.reduce.statistics import Statistics
 from phalanx.reduce.watch import Local, Watch, weakly
@@ -60,7 +62,7 @@ class Reducer:
         local_now: Callable[[], Local],
     ) -> None:
         self.group, self.caps = group, tuple(caps)
-        self.weights = Weights()
+        self.weights, self.residue = Weights(), Residue()
         self.schedule = Schedule()
         self.statistics = Statistics()
         self.divisor: int | None = None
@@ -68,6 +70,7 @@ class Reducer:
         self.takes_when_joined = False  # a rank out of data keeps its gradients, unless an optimizer needs the others'
         self.lend_places = True  # whether autograd accumulates straight into gradient memory
         self.before_end: Callable[[], None] = _nothing
+        self.monitor = Monitor()
         self.on_build: Callable[[], None] = _nothing
         self.after_flush: list[Callable[[], None]] = []
         self.skippers: list[int] = []  # ranks that have skipped the step of the last flush
@@ -79,7 +82,7 @@ class Reducer:
         self._local_now, self._sparse_names = local_now, sparse_names
         self._places: Places | None = None
         self._number = self._tag = -1
-        _reducers.add(self)
+        reducers.add(self)
         self.adopt(named)
 
     # -- parameters ----------------------------------------------------------------------------------
@@ -107,11 +110,8 @@ class Reducer:
         self._all_bits = ticket.bits(self.everything, len(self.named))
         self._elements = sum(entry.count for entry in entries)
         self._register()
-        size, hook, self.comm_hook = self.group.core.size, self.comm_hook, None
-        everything = Ticket(
-            Operation.GRADIENTS, 0, 0, self._elements, -1, self.tag, bitmap=self._all_bits, unit=0.0
-        )
-        self.comm_hook = hook
+        size = self.group.core.size
+        everything = Ticket(Operation.GRADIENTS, 0, 0, self._elements, -1, self._tag, bitmap=self._all_bits, unit=0.0)
         self._usual = everything.encode()
         self._all_ranks, self._mean = list(range(size)), [1.0 / size] * size
         self.stale = False
@@ -130,6 +130,7 @@ class Reducer:
     # -- during backward -----------------------------------------------------------------------------
 
     def _begins(self) -> None:
+        self.monitor.begins()
         if self._places is not None and not self.stale and self.lend_places:
             emptied = self._places.lend()
             if self.produced:
@@ -141,17 +142,18 @@ class Reducer:
             self._take_back(self.watch.abandon())
             self.weights.clear()
 
-    def _take_back(self, kept: set[int]) -> None:
+    def _take_back(self, kept: Collection[int]) -> None:
         if self._places is not None:
             self._places.take_back(kept)
 
-    def _ended(self, fired: set[int], forwards: list[Local]) -> None:
+    def _ended(self, fired: frozenset[int], forwards: list[Local]) -> None:
         self.before_end()
         if self._places is not None and not self.stale:
-            fired -= self._places.untouched()  # a hook also runs when the gradient turned out undefined
+            untouched = self._places.untouched()  # a hook also runs when the gradient turned out undefined
+            fired = fired - untouched if untouched else fired
         self._close_weights(bool(fired))
         if not fired and not (forwards and self.watch.is_accumulating()):
-            self._take_back(set())
+            self._take_back(_NONE)
             return
         local = self._local_now()
         if forwards and (len(forwards) > 1 or forwards[0]):
@@ -161,6 +163,7 @@ class Reducer:
         if local and local >= self.everything:
             self._take_back(fired)
             self.produced |= fired
+            self.monitor.kept_local()
         else:
             self.flush(fired, local)
 
@@ -175,7 +178,7 @@ class Reducer:
 
     # -- synchronising -------------------------------------------------------------------------------
 
-    def flush(self, fired: set[int], local: Local = _NONE, said: Sequence[Ticket] = ()) -> None:
+    def flush(self, fired: Collection[int], local: Local = _NONE, said: Sequence[Ticket] = ()) -> None:
         """Synchronise what has been produced since the last time, but for the parameters in `local`.
 
         A collective: every rank of the group, with the same `local`. `said` are the tickets of ranks that all
@@ -186,8 +189,9 @@ class Reducer:
         if self.stale:
             self.build()
         places = self._built()
-        self.produced |= fired
+        self.produced.update(fired)
         foreign = places.settle(self.produced)
+        self._usual = ticket.carrying(self._usual, self.monitor.flushing())
         rounds = self.schedule.due(self.everything, local)
         if self.weights.weighed:
             self.weights.enter(self.schedule.ledgers)
@@ -195,6 +199,8 @@ class Reducer:
         usual = len(rounds.due) == 1 and not rounds.held
         for each in rounds.due:
             with self.group.core.collective(self._wire(each)) as fence:
+                if self._posts:
+                    places.post(fence.step, at_home=self.comm_hook is not None)
                 got = fence()
                 used, factors = self._agreed([t.encode() for t in said] if said else got)
                 self._reduce(used, factors, fence)
@@ -215,9 +221,17 @@ class Reducer:
             call()
 
     def _reduce(self, used: Sequence[int], factors: list[float], fence: Fence, takes: bool = True) -> None:
-        if self.comm_hook is None and (self.group.core.size > 1 or factors != [1.0]):
-            whole = len(used) == len(self.named)
-            self._built().memory.reduce(self.plan.whole() if whole else self.plan.spans(used), factors, fence, takes)
+        if self.comm_hook is not None or (not self._posts and factors == [1.0]):
+            return
+        if not self._posts:
+            self._built().post(0, at_home=True)
+        spans = self.plan.whole() if len(used) == len(self.named) else self.plan.spans(used)
+        self._built().memory.reduce(spans, factors, fence, takes, all_take=not self.group.core.followers)
+
+    @property
+    def _posts(self) -> bool:
+        """Whether contributions are posted before it is known what comes of them; one rank alone waits for that."""
+        return self.group.core.size > 1 or self.comm_hook is not None
 
     def _complete(
         self, used: Sequence[int], factors: list[float], foreign: Sequence[int], each: Round, takes: bool = True
@@ -256,11 +270,11 @@ class Reducer:
         bits = self._all_bits if len(pending) == size else ticket.bits(pending, size)
         weights = self.weights
         total = weights.total_of(each.ledger) if weights.weighed else 1.0
-        operation, count = Operation.GRADIENTS, self._elements
+        operation, count, digest = Operation.GRADIENTS, self._elements, ticket.digest(self._usual)
         if state is not State.ACTIVE:
-            operation, count, root, bits = Operation.FOLLOW, followed, -1, bits if pending else b""
+            operation, count, root, digest, bits = Operation.FOLLOW, followed, -1, 0, bits if pending else b""
         return Ticket(
-            operation, 0, 0, count, root, self.tag, state, weights.weighed, weights.unit, total, bits, mask
+            operation, 0, 0, count, root, self.tag, state, weights.weighed, weights.unit, total, bits, mask, digest
         )  # fmt: skip
 
     @property
@@ -276,6 +290,7 @@ class Reducer:
             self.statistics.used_by(wires)
             return range(len(self.named)), self._mean
         heard = [ticket.decode(wire) for wire in wires]
+        self.monitor.heard = [t.digest for t in heard]
         self.skippers = [rank for rank, t in enumerate(heard) if t.state is State.SKIPPING]
         self.runners = [rank for rank, t in enumerate(heard) if t.state is State.ACTIVE]
         tickets = [self._as_contribution(t) for t in heard]
@@ -319,9 +334,11 @@ class Reducer:
     def follow(self, got: list[bytes], fence: Fence) -> Callable[[], None]:
         """Take part in a flush of the other ranks, whose tickets are `got`; return what comes after it."""
         started, places = time.perf_counter(), self._built()
+        own = self._as_contribution(ticket.decode(got[self.group.core.rank]))
+        places.settle(self.produced)
+        places.post(fence.step, at_home=self.comm_hook is not None)
         fence()  # where those in the flush have exchanged tickets
         used, factors = self._agreed(got)
-        own = self._as_contribution(ticket.decode(got[self.group.core.rank]))
         takes = own.state is not State.JOINED or self.takes_when_joined
         foreign = places.foreign_among(used) if takes else []
         self._reduce(used, factors, fence, takes)
@@ -372,28 +389,6 @@ class Reducer:
         """Raise MisuseError if `call` comes while a backward is running."""
         if self.watch.running:
             raise MisuseError(f"{call} inside a backward", "call it before or after", self.group.core.rank)
-
-
-_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
-
-
-def pending_among(parameters: Iterable[torch.Tensor]) -> list[str]:
-    """Names of those of `parameters` whose gradients some reducer has not synchronised yet."""
-    wanted = {id(parameter) for parameter in parameters}
-    return [
-        reducer.named[index][0]
-        for reducer in sorted(_reducers, key=lambda reducer: reducer.watch.order)
-        for index in sorted(reducer.produced)
-        if id(reducer.parameters[index]) in wanted
-    ]
-
-
-def flush_leftovers(core: Group, tickets: Sequence[Ticket]) -> None:
-    """Synchronise what followers have said in `tickets` that they have left. Every rank, same tickets."""
-    for tag in sorted({t.tag for t in tickets if t.bitmap}):
-        for reducer in list(_reducers):
-            if reducer.group.core is core and reducer.tag == tag:
-                reducer.flush(set(), said=tickets)
 
 
 def _nothing() -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.reduce import backward
+from phalanx.reduce.threads import refuse_second_thread
 
 _construction = itertools.count()
 
@@ -37,6 +39,51 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class _Noted(list):
+    """The parameters whose hook has run in this backward; this list itself is the hook of each.
+
+    A hook in Python costs several times what autograd needs for a small gradient, and a model has hundreds.
+    So only the first of a backward is one: it arms, and makes the list a _Noting, whose call is the
+    list's own append. The class says which of the two it is, never a flag beside it.
+    """
+
+    __slots__ = ("__weakref__", "arm")
+    arm: Callable[[], None]
+
+
+class _Waiting(_Noted):
+    """Nothing is armed: the next hook to run has to."""
+
+    __slots__ = ()
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self.append(parameter)
+        self.arm()
+
+
+class _Noting(_Noted):
+    """The end of this backward will be known."""
+
+    __slots__ = ()
+    __call__ = list.append
+
+
+class _Dropped(_Noted):
+    """The watch is gone, and with it the wrapped model; parameters may live on, with their hooks."""
+
+    __slots__ = ()
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        pass
+
+
+def _drop(noted: _Noted) -> None:
+    # Autograd keeps hooks where the garbage collector cannot see them: what a raised backward has noted
+    # would keep a dropped model for good.
+    noted.clear()
+    noted.__class__ = _Dropped
+
+
 class Watch:
     """The hooks on some parameters.
 
@@ -45,22 +92,27 @@ class Watch:
     `ended` raises comes out of backward().
     """
 
-    def __init__(self, begins: Callable[[], None], ended: Callable[[set[int], list[Local]], None]) -> None:
+    def __init__(
+        self, begins: Callable[[], None], ended: Callable[[frozenset[int], list[Local]], None]
+    ) -> None:
         self.order = next(_construction)
         self._begins, self._ended = begins, ended
-        self._params: Sequence[torch.nn.Parameter] = ()
+        self._numbers: dict[int, int] = {}
         self._handles: list[RemovableHandle] = []
-        self._fired: list[int] = []
+        self._noted: _Noted = _Waiting()
+        self._noted.arm = weakly(self._arm)
         self._forwards: list[Local] = []
+        self._announcer: tuple[Local, Callable[[torch.Tensor], None] | None] = (frozenset(), None)
         self._root: Any = None
-        self._task: int | None = None
-        self._tasks: set[int] = set()
+        self._running, self._thread = False, 0
+        self._usual: tuple[list[int], frozenset[int]] = ([], frozenset())
+        weakref.finalize(self, _drop, self._noted)
 
     def put_on(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Hook these parameters instead of the present ones."""
         self.take_off()
-        self._params = parameters
-        self._handles = [_hook_on(parameter, self._hook(index)) for index, parameter in enumerate(parameters)]
+        self._numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._handles = [_hook_on(parameter, self._noted) for parameter in parameters]
 
     def take_off(self) -> None:
         """Remove all hooks."""
@@ -68,66 +120,82 @@ class Watch:
             handle.remove()
         self._handles = []
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # Weakly: autograd keeps hooks where the garbage collector cannot see them, so that a cycle through one
-        # would keep a dropped wrapper, its model and its shared memory for good.
-        fired, task_now, me = self._fired, backward.current_task, weakref.ref(self)
+    def announcer(self, local: Local) -> Callable[[torch.Tensor], None]:
+        """A hook for the outputs of a forward that ran with the parameters in `local` kept local."""
+        kept, hook = self._announcer
+        if kept is not local or hook is None:
+            # Weakly: the engine keeps the graph of a backward that raised, and with it what the graph holds.
+            me = weakref.ref(self)
 
-        def fire(_: torch.Tensor) -> None:
-            watch = me()
-            if watch is None:
-                return
-            fired.append(index)
-            if task_now() != watch._task:
-                watch._arm()
+            def hook(_: torch.Tensor) -> None:
+                watch = me()
+                if watch is not None:
+                    watch.output_reached(local)
 
-        return fire
+            self._announcer = (local, hook)
+        return hook
 
     def output_reached(self, local: Local) -> None:
         """An output has got its gradient; its forward ran with the parameters in `local` kept local."""
         if not self._forwards or self._forwards[-1] is not local:
             self._forwards.append(local)
             self._root = self._root or torch._C._current_autograd_node()
-        if backward.current_task() != self._task:
+        if self._noted.__class__ is _Waiting:
             self._arm()
+        elif self._thread != get_ident():
+            refuse_second_thread(self._thread, "backward")
 
     def _arm(self) -> None:
-        task = backward.current_task()
-        if task == -1:
+        if backward.current_task() == -1:
             return
-        begins = not self._tasks
-        if task not in self._tasks:
-            backward.arm(self)
-            self._tasks.add(task)
-        self._task = task
-        if begins:
+        backward.arm(self)
+        self._noted.__class__ = _Noting
+        if not self._running:
+            self._running, self._thread = True, get_ident()
             self._begins()
 
     @property
     def running(self) -> bool:
         """Whether a backward has begun and not ended (it may have raised)."""
-        return bool(self._tasks)
+        return self._running
 
-    def abandon(self) -> set[int]:
+    @property
+    def noted(self) -> list[torch.Tensor]:
+        """The parameters whose hook has run in this backward so far."""
+        return self._noted
+
+    def _fired(self) -> frozenset[int]:
+        noted = list(map(id, self._noted))
+        if noted != self._usual[0]:
+            self._usual = (noted, frozenset(self._numbers[each] for each in noted))
+        return self._usual[1]
+
+    def abandon(self) -> frozenset[int]:
         """Forget a backward that never ended, because it raised; return what had fired."""
+        if self._thread != get_ident():
+            refuse_second_thread(self._thread, "forward")
         backward.forget(self)
-        fired = set(self._fired)
+        fired = self._fired()
         self._clear()
         return fired
 
     def backward_ended(self) -> None:
         """See backward.Listener."""
-        fired, forwards = set(self._fired), list(self._forwards)
         try:
-            self._ended(fired, forwards)
+            self._ended(self._fired(), self._forwards)
         finally:
             self._clear()
 
+    def disarmed(self) -> None:
+        """See backward.Listener: the next hook, of an outer backward or of a retried one, arms anew."""
+        self._noted.__class__ = _Waiting
+
     def _clear(self) -> None:
-        self._fired.clear()
-        self._forwards.clear()
-        self._tasks.clear()
-        self._task = self._root = None
+        self._noted.clear()
+        self._noted.__class__ = _Waiting
+        self._forwards = []
+        self._running = False
+        self._root = None
 
     def is_accumulating(self) -> bool:
         """Whether this is a backward() into all leaves, and not autograd.grad() or backward(inputs=...).

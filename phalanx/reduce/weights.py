@@ -37,6 +37,11 @@ class Weights:
     _ledgers: dict[int, float] = field(default_factory=dict)
     _backward: float | None = None
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether the present backward has been weighed already."""
+        return self._backward is not None
+
     def add(self, n: float) -> float:
         """Count a micro-batch of `n` items, in its backward; return the factor for its gradient.
 

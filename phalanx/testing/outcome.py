@@ -66,7 +66,7 @@ class WorldError(AssertionError):
         parts += [f"--- {o.sentence}\n{o.text.rstrip()}" for o in failed]
         super().__init__("\n".join(parts))
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.outcomes,)
 
 

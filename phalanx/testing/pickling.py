@@ -16,7 +16,7 @@ def dumps(program: Any) -> bytes:
     return file.getvalue()
 
 
-class _Pickler(cloudpickle.CloudPickler):
+class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # cloudpickle has no types
     """Keeps the file name of code, which cloudpickle drops, so that tracebacks show the lines of the test."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -25,6 +25,7 @@ class _Pickler(cloudpickle.CloudPickler):
         return super().reducer_override(obj)
 
 
-def _code_of(reduced: tuple, filename: str) -> types.CodeType:
+def _code_of(reduced: tuple[Any, ...], filename: str) -> types.CodeType:
     rebuild, parts = reduced
-    return rebuild(*parts).replace(co_filename=filename)
+    code: types.CodeType = rebuild(*parts).replace(co_filename=filename)
+    return code

@@ -78,7 +78,7 @@ def _start_server() -> None:
     process.close()
 
 
-def run_processes(fn: Callable[..., Any], args: tuple, settings: Settings) -> list[Outcome]:
+def run_processes(fn: Callable[..., Any], args: tuple[Any, ...], settings: Settings) -> list[Outcome]:
     """Run `fn(rank, *args)` on `settings.n` processes and return how each ended. No process is left."""
     program = pickling.dumps((fn, args))
     warm_up()
@@ -91,7 +91,7 @@ def run_processes(fn: Callable[..., Any], args: tuple, settings: Settings) -> li
         ]
         with _started(tasks) as ranks:
             _watch(ranks, settings, started)
-            outcomes = [rank.outcome for rank in ranks]
+            outcomes = [rank.outcome for rank in ranks if rank.outcome is not None]
         del store
     return outcomes
 
@@ -134,7 +134,8 @@ class _Rank:
         pid = self.process.pid
         self.process.kill()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
+            if pid is not None:
+                os.killpg(pid, signal.SIGKILL)
         self.process.join(5)
         self.process.close()
         self.channel.close()
@@ -198,7 +199,7 @@ def _give_up(running: Sequence[_Rank], verdict: Ending, at: float) -> None:
     """Give the ranks that are still running their outcome, with the stacks of all their threads."""
     for rank in running:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.process.pid, STACK_SIGNAL)
+            os.kill(rank.process.pid or 0, STACK_SIGNAL)
     until = time.monotonic() + 1.0
     for rank in running:
         text = _stacks(rank, until)
@@ -217,7 +218,7 @@ def _stacks(rank: _Rank, until: float) -> str:
         if text and text == before:
             return _of_the_program(text)
         if time.monotonic() > until:
-            return text or f"No stack: process {rank.process.pid} is {_state(rank.process.pid)}."
+            return text or f"No stack: process {rank.process.pid} is {_state(rank.process.pid or 0)}."
         before = text
         time.sleep(0.02)
 
@@ -271,7 +272,10 @@ def _die_with_the_test() -> None:
     PR_SET_PDEATHSIG does not serve: the parent is the forkserver, which lives as long as any of its children.
     But the test's process alone holds the other end of a pipe, and its closing can raise a signal.
     """
-    pipe = multiprocessing.parent_process().sentinel
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    pipe = parent.sentinel
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _set_thread_isolation_mode
+from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]  # not in the stubs
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.errors import MisuseError
@@ -47,7 +47,7 @@ class _Abandoned(SystemExit):
     """Raised in the thread of a rank that has hung, to end it without a word."""
 
 
-def run_threads(fn: Callable[..., Any], args: tuple, settings: Settings) -> list[Outcome]:
+def run_threads(fn: Callable[..., Any], args: tuple[Any, ...], settings: Settings) -> list[Outcome]:
     """Run `fn(rank, *args)` on `settings.n` threads and return how each ended."""
     if settings.env:
         raise MisuseError(
@@ -94,8 +94,13 @@ def in_threads() -> bool:
 class _RankWorld(c10d._World):
     """The state of torch.distributed for one rank; torch's own keeps half of it in module globals."""
 
-    pg_map = pg_names = pg_group_ranks = pg_backend_config = None
-    tags_to_pg = pg_to_tag = None
+    # Plain attributes in the place of properties.
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
     group_count = 0
 
     def __init__(self) -> None:
@@ -138,18 +143,19 @@ def _router_installed() -> Iterator[_Router]:
     def start_in_world(thread: threading.Thread) -> None:
         world = router.entered()
         if world is not None:
-            thread.run = functools.partial(_run_in_world, router, world, thread.run)
+            run = functools.partial(_run_in_world, router, world, thread.run)
+            thread.run = run  # type: ignore[method-assign]
         start(thread)
 
-    c10d._world = router
-    threading.Thread.start = start_in_world
+    c10d._world = router  # type: ignore[assignment]  # answers to the same names
+    threading.Thread.start = start_in_world  # type: ignore[method-assign, assignment]
     _set_thread_isolation_mode(True)
     try:
         yield router
     finally:
         _set_thread_isolation_mode(False)
         sys.excepthook = excepthook
-        threading.Thread.start = start
+        threading.Thread.start = start  # type: ignore[method-assign]
         c10d._world = outer
 
 
@@ -167,7 +173,7 @@ def _run_in_world(router: _Router, world: _RankWorld, run: Callable[[], None]) -
 class _Run:
     """One run of a threads world."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple, settings: Settings, router: _Router) -> None:
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], settings: Settings, router: _Router) -> None:
         self._fn, self._args, self._settings, self._router = fn, args, settings, router
         self._store = dist.HashStore()
         self._ended: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -246,7 +252,8 @@ class _Run:
 
     def _leave(self) -> None:
         """Close this rank's groups; when the world is over, `dist` is somebody else's."""
-        if c10d._world is self._router and dist.is_initialized():
+        world: object = c10d._world
+        if world is self._router and dist.is_initialized():
             dist.destroy_process_group()
 
     def _clock(self) -> float:
@@ -274,7 +281,7 @@ class _Run:
     def _stacks(self, running: Sequence[int]) -> dict[int, str]:
         frames, texts = sys._current_frames(), {}
         for rank in running:
-            frame = frames.get(self._threads[rank].ident)
+            frame = frames.get(self._threads[rank].ident or 0)
             lines = _of_the_program(traceback.extract_stack(frame)) if frame else ["It has just ended.\n"]
             texts[rank] = f"Stack of the thread of rank {rank} (most recent call last):\n" + "".join(lines)
         return texts
@@ -302,4 +309,4 @@ def _close_groups(world: _RankWorld) -> None:
 
 def _raise_in(thread: threading.Thread, exception: type[BaseException]) -> None:
     """Raise an exception in another thread, at its next step in Python."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(exception))
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(exception))

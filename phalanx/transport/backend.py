@@ -200,7 +200,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 class BackendGradients:
     """Gradients of one reducer in this rank's own memory, reduced through a group's transport.
 
-    The counterpart of SharedGradients: what a rank has given is intact until the last fence.
+    The counterpart of SharedGradients; what a rank has given is intact until the last fence.
     """
 
     def __init__(
@@ -213,7 +213,12 @@ class BackendGradients:
         ]
 
     def reduce(
-        self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Fence, takes: bool = True
+        self,
+        spans: Sequence[tuple[int, int, int]],
+        scales: Sequence[float],
+        fence: Fence,
+        takes: bool = True,
+        all_take: bool = False,
     ) -> None:
         """Replace `spans` (region, start, stop) of every rank by sum(scale[r] x region of r).
 

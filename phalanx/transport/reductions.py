@@ -123,7 +123,7 @@ def _divide(total: torch.Tensor, count: int) -> None:
 
 # -- weighted sums, of gradients -----------------------------------------------------------------------
 
-_PIECE = 128 << 10  # elements: what is read again and again stays in the caches
+PIECE = 64 << 10  # elements: what is read again and again stays in the caches
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
@@ -146,9 +146,9 @@ def weighted_sum(parts: Sequence[torch.Tensor], scales: Sequence[float], out: to
         _fold(parts, out, torch.add)
         return
     narrow = is_narrow(out.dtype)
-    for start in range(0, out.numel(), _PIECE):
-        target = out[start : start + _PIECE]
-        pieces = [part[start : start + _PIECE] for part in parts]
+    for start in range(0, out.numel(), PIECE):
+        target = out[start : start + PIECE]
+        pieces = [part[start : start + PIECE] for part in parts]
         if plain:
             _fold(pieces, target, torch.add)
             continue
@@ -163,7 +163,11 @@ def weighted_sum(parts: Sequence[torch.Tensor], scales: Sequence[float], out: to
 
 
 def scale_into(total: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """Write total x scale into `out`; where `scale` is 1/n, divide by n, which rounds once."""
+    """Write total x scale into `out`, which may be `total`; where `scale` is 1/n, divide by n: that rounds once."""
+    if scale == 1.0:
+        if out is not total:
+            out.copy_(total)
+        return
     inverse = round(1 / scale) if scale else 0
     # 1/3 is no float, 1/4 is: multiplying by a power of two is exact, and faster.
     if inverse and 1 / inverse == scale and inverse & (inverse - 1):

@@ -21,15 +21,7 @@ from mmap import mmap
 import torch
 
 from phalanx.transport.protocol import Fence
-from phalanx.transport.reductions import (
-    COMMUTATIVE,
-    Reduction,
-    combine,
-    is_narrow,
-    scale_into,
-    scale_left,
-    weighted_sum,
-)
+from phalanx.transport.reductions import COMMUTATIVE, Reduction, combine, is_narrow
 
 SLOT_BYTES = 1 << 20
 _ALIGN = 64
@@ -162,81 +154,3 @@ class SharedMemory:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-_Move = tuple[list[torch.Tensor], list[float], torch.Tensor, torch.Tensor, torch.Tensor, float]
-# what is added with which scales into which part of the result; own and result, whole; the scale left for the copy
-
-
-class SharedGradients:
-    """Where the gradients of one reducer live: a slot per rank and one result area, for each dtype.
-
-    A reduction leaves every slot as it is until all ranks have finished it (the last fence), so that it
-    can be repeated after a death; then each rank copies the result over its own slot.
-    """
-
-    def __init__(self, rank: int, size: int, arena: mmap, layout: Sequence[tuple[torch.dtype, int]]) -> None:
-        self._rank, self._size = rank, size
-        self.own: list[torch.Tensor] = []
-        self.offsets: list[int] = []
-        self.arena = arena
-        self._cache: dict[tuple[tuple[tuple[int, int, int], ...], tuple[float, ...]], list[_Move]] = {}
-        self._slots: list[list[torch.Tensor]] = []
-        self._results: list[torch.Tensor] = []
-        at = 0
-        for dtype, count in layout:
-            views = []
-            for place in range(size + 1):
-                if place == rank:
-                    self.offsets.append(at)
-                views.append(torch.frombuffer(arena, dtype=dtype, count=count, offset=at))
-                at += _aligned(count * dtype.itemsize)
-            self._slots.append(views[:-1])
-            self._results.append(views[-1])
-            self.own.append(views[rank])
-
-    @staticmethod
-    def bytes_needed(size: int, layout: Sequence[tuple[torch.dtype, int]]) -> int:
-        """How large the arena must be for `size` ranks."""
-        return (size + 1) * sum(_aligned(count * dtype.itemsize) for dtype, count in layout)
-
-    def reduce(
-        self, spans: Sequence[tuple[int, int, int]], scales: Sequence[float], fence: Fence, takes: bool = True
-    ) -> None:
-        """Replace `spans` (region, start, stop) of every rank by sum(scale[r] x slot of r), in rank order.
-
-        A rank of scale 0 is not read. Equal scales are applied to the sum, so that it is rounded once. A rank
-        that does not take the result keeps what it has.
-        """
-        moves = self._moves(tuple(spans), tuple(scales))
-        for parts, given, target, _, _, _ in moves:
-            weighted_sum(parts, given, target)
-        fence()
-        for _, _, _, own, result, left in moves if takes else ():
-            if left == 1.0:
-                own.copy_(result)
-            else:
-                scale_into(result, left, own)
-
-    def _moves(self, spans: tuple[tuple[int, int, int], ...], scales: tuple[float, ...]) -> list[_Move]:
-        """The tensors of a reduction, kept: most reductions of a model have the same spans and scales."""
-        found = self._cache.get((spans, scales))
-        if found is not None:
-            return found
-        if len(self._cache) > 50:
-            self._cache.clear()
-        given = [scale for scale in scales if scale]
-        moves: list[_Move] = []
-        for region, start, stop in spans:
-            length = stop - start
-            low = start + length * self._rank // self._size
-            high = start + length * (self._rank + 1) // self._size
-            parts = [slot[low:high] for slot, scale in zip(self._slots[region], scales, strict=True) if scale]
-            own, result = self.own[region][start:stop], self._results[region][start:stop]
-            moves.append((parts, given, self._results[region][low:high], own, result, scale_left(given, own.dtype)))
-        self._cache[(spans, scales)] = moves
-        return moves
-
-
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGN) * _ALIGN

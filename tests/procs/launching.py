@@ -42,7 +42,7 @@ class Launch:
         self, code: str, *options: str, args: Sequence[str] = (), **keywords: object
     ) -> subprocess.CompletedProcess:
         process = self.start(code, *options, args=args, **keywords)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def wait_for(self, pattern: str, count: int, seconds: float = 10.0) -> list[Path]:

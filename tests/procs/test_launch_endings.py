@@ -89,7 +89,8 @@ def test_sigterm_then_sigkill_after_the_grace_time(launch: Launch) -> None:
 
 def test_a_stopped_rank_is_ended_too(launch: Launch) -> None:
     code = MARK + "time.sleep(0.5); sys.exit(3) if rank == 0 else os.kill(os.getpid(), signal.SIGSTOP)"
-    assert launch.run(code, "-n", "2", "--grace", "0.3").returncode == 3
+    done = launch.run(code, "-n", "2", "--grace", "20")  # not by SIGKILL: SIGTERM reaches it
+    assert done.returncode == 3 and "rank 1: stopped by the launcher (SIGTERM)" in done.stderr
     assert gone(launch.pids("pid-*", 2), 1)
 
 

@@ -24,7 +24,8 @@ from phalanx.transport.backend import BackendGradients
 from phalanx.transport.protocol import Transport
 from phalanx.transport.reductions import Reduction
 from phalanx.transport.ring import GroupEndpoint, Ring
-from phalanx.transport.shm import SharedGradients, SharedMemory, arena_bytes
+from phalanx.transport.shared_gradients import SharedGradients, StagedGradients
+from phalanx.transport.shm import SharedMemory, arena_bytes
 from tests.collective_programs import COMPLEX, FLOATS, INTEGERS, same, summed, values
 
 SLOT_BYTES = 4096  # so that a few thousand elements already go through in pieces

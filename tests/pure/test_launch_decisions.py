@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import re
@@ -11,17 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch import machine
+from phalanx.launch import machine, options, report
 from phalanx.launch.course import Course, Phase
-from phalanx.launch.output import Sink, Stream
+from phalanx.launch.memory import MemoryKills
+from phalanx.launch.output import Sink, Stream, Tail
 from phalanx.launch.report import Outcome, innermost_call
-from phalanx.launch.verdict import Ending, Record, State, first_failure
+from phalanx.launch.verdict import Ending, Record, State, first_failure, left_early, shortened
 
 
 def record(
-    time: float, exception: str = "ValueError", message: str = "bad", blames: int | None = None
+    time: float,
+    exception: str = "ValueError",
+    message: str = "bad",
+    blames: int | None = None,
+    names: tuple[int, ...] = (),
 ) -> Record:
-    return Record(time, exception, message, f"Traceback\n{exception}: {message}", blames, code=1)
+    return Record(time, exception, message, f"Traceback\n{exception}: {message}", blames, code=1, names=names)
 
 
 def test_course_after_a_failure() -> None:
@@ -85,7 +91,51 @@ def test_ranks_that_the_launcher_stopped_have_not_failed() -> None:
     assert hung_at_exit.exit_code == 1
 
 
-def outcome(endings: list[Ending], interrupted_by: int | None = None, kills: int | None = 0) -> Outcome:
+def test_a_rank_that_others_missed_after_its_good_end_has_left_early() -> None:
+    early = Ending(1, 11, 0, ended=2.0)
+    missed = Ending(0, 10, 1, ended=2.2, record=record(2.1, "RankMismatchError", names=(0, 1)))
+    follower = Ending(2, 12, 1, ended=2.3, record=record(2.2, "PeerFailedError", blames=0))
+    assert left_early([missed, early, follower]) == [early]
+    assert first_failure([missed, early, follower]) is missed
+    report = outcome([missed, early, follower])
+    assert report.text().startswith("phalanx: rank 1 left early: exit code 0 while rank 0 still needed it\n")
+    assert "  rank 0: RankMismatchError" in report.text() and "  rank 1:" not in report.text()
+    assert report.exit_code == 1 and report.json()["left_early"] == [1]
+
+
+def test_who_ended_well_without_being_missed_has_not_left_early() -> None:
+    own = Ending(0, 10, 1, ended=3.0, record=record(2.5))
+    assert left_early([own, Ending(1, 11, 0, ended=2.0)]) == []
+    before = Ending(0, 10, 1, ended=1.0, record=record(0.9, "RankMismatchError", names=(0, 1)))
+    assert left_early([before, Ending(1, 11, 0, ended=2.0)]) == []
+
+
+def test_a_rank_stopped_after_its_last_line_has_left_early_too() -> None:
+    hung = Ending(1, 11, -15, ended=4.0, stopped=3.5, finished=2.0)
+    missed = Ending(0, 10, 1, ended=2.2, record=record(2.1, "PeerLostError", blames=1))
+    assert left_early([missed, hung]) == [hung]
+    assert hung.describe() == "its script had ended well; stopped by the launcher (SIGTERM)"
+
+
+def test_where_only_a_connection_closed_the_report_is_not_sure_who_left() -> None:
+    gloo = Ending(0, 10, 1, ended=2.2, record=record(2.1, "RuntimeError", "Connection closed by peer [::1]:1"))
+    text = outcome([gloo, Ending(1, 11, 0, ended=2.0), Ending(2, 12, 0, ended=2.0)]).text()
+    assert text.startswith("phalanx: ranks 1, 2 probably left early: exit code 0 while rank 0 still needed them")
+
+
+def test_summaries_are_one_short_line() -> None:
+    mismatch = record(1.0, "RankMismatchError", "different calls:\n  rank 0 in a\n  rank 1 in b\nUsual cause: x")
+    assert mismatch.summary == "RankMismatchError: different calls: rank 0 in a; rank 1 in b"
+    assert record(1.0, "SystemExit", "3").summary == "sys.exit(3)"
+    assert record(1.0, "SystemExit", "no data\nat all").summary == "sys.exit: no data"
+    assert record(1.0, message="").summary == "ValueError"
+    long = record(1.0, message="a" + "x" * 10_000 + "z").summary
+    assert len(long) < 500 and "characters left out" in long and long.startswith("ValueError: ax") and long[-1] == "z"
+    assert shortened("y" * 400) == "y" * 400
+
+
+def outcome(endings: list[Ending], interrupted_by: int | None = None, kills: MemoryKills | None = None) -> Outcome:
+    kills = kills or MemoryKills(0, 0)
     return Outcome("r1", "here", 4, ["train.py"], 3.0, endings, interrupted_by, kills, {1: "logs/rank-1.log"})
 
 
@@ -103,13 +153,63 @@ def test_report_ends_with_the_traceback_of_the_first_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kills", "words"), [(1, "very likely this rank"), (None, "most often"), (0, "somebody")]
+    ("kills", "words"),
+    [
+        (MemoryKills(1, 1), "in this control group (a container, or a job's share) meanwhile: probably this rank"),
+        (MemoryKills(None, 2), "on this host meanwhile: probably this rank (it had 3.0 GiB in use at most)"),
+        (MemoryKills(), "most often"),
+        (MemoryKills(0, 0), "somebody probably sent"),
+    ],
 )
-def test_report_recognizes_a_likely_memory_kill(kills: int | None, words: str) -> None:
-    report = outcome([Ending(0, 10, -9, 2.0)], kills=kills)
+def test_report_recognizes_a_likely_memory_kill(kills: MemoryKills, words: str) -> None:
+    report = outcome([Ending(0, 10, -9, 2.0, peak_memory=3 << 30)], kills=kills)
     assert words in report.text() and "SIGKILL" in report.text()
     assert report.exit_code == 137
-    assert report.json()["likely_out_of_memory"] is (kills == 1)
+    assert report.json()["likely_out_of_memory"] is bool(kills.any)
+
+
+def test_a_sigkill_of_the_launchers_own_is_no_memory_kill() -> None:
+    endings = [Ending(0, 10, 1, 2.0, record=record(1.0)), Ending(1, 11, -9, 3.0, stopped=2.9)]
+    report = outcome(endings, kills=MemoryKills(1, 1))
+    assert "memory" not in report.text() and not report.json()["likely_out_of_memory"]
+
+
+def test_report_shows_last_output_where_there_is_no_traceback() -> None:
+    crashed = Ending(1, 11, -11, 2.0, last_output=["terminate called", f'  File "{report.__file__}", line 1 in run'])
+    text = outcome([Ending(0, 10, -15, 3.0, stopped=2.9), crashed]).text()
+    assert text.endswith("Last output of rank 1:\n  terminate called\n")
+    assert "killed by SIGSEGV (signal 11)" in text
+
+
+def test_a_failure_before_an_interruption_is_still_told() -> None:
+    endings = [Ending(0, 10, 1, 2.0, record=record(1.0)), Ending(1, 11, -2, 3.0, stopped=2.0)]
+    text = outcome(endings, signal.SIGINT).text()
+    assert "rank 0 failed first: ValueError" in text and text.endswith("(exit code 130)\n")
+
+
+def test_the_tail_of_an_output_is_what_a_reader_last_saw() -> None:
+    tail = Tail()
+    tail.feed(b"x" * 100_000 + b"\n 10%\r 20%\rdone\r\n\n")
+    tail.feed(b"\xff no end")
+    assert tail.lines()[-2:] == ["done", "\\xff no end"]
+    assert sum(map(len, tail.lines())) < 10_000
+    for i in range(50):
+        tail.feed(b"%d\n" % i)
+    assert tail.lines() == [str(i) for i in range(38, 50)]
+
+
+def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("old")
+    report.write({"exit_code": 3}, str(path))
+    assert json.loads(path.read_text()) == {"exit_code": 3}
+    with pytest.raises(OSError):
+        report.write({}, str(tmp_path / "absent" / "report.json"))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(OSError):  # what cannot be put in place leaves nothing behind
+        report.write({}, str(path))
+    assert [each.name for each in tmp_path.iterdir()] == ["report.json"]
 
 
 def test_report_names_a_cause_on_another_host() -> None:
@@ -126,6 +226,17 @@ def test_exit_codes() -> None:
     assert outcome([Ending(0, 10, 1, 1.0, record=record(0.1))], signal.SIGINT).exit_code == 130
 
 
+def test_the_page_on_the_launcher_has_every_option_and_every_figure_of_the_report() -> None:
+    page = (Path(__file__).parents[2] / "docs/launcher.md").read_text()
+    missing = [name for name in options._OPTIONS if f"`{name}" not in page]
+    data = outcome([Ending(0, 10, 0, 1.0)]).json()
+    general = {"run_id", "host", "world_size", "command", "seconds", "ranks"}  # they speak for themselves
+    missing += [key for key in data.keys() - general if f"`{key}`" not in page]
+    missing += [key for key in data["ranks"][0].keys() - {"rank", "pid", "blames"} if f"`{key}`" not in page]
+    missing += [code for code in re.findall(r"\d\d+", options._EXIT_CODES) if code not in page]
+    assert not missing
+
+
 def test_innermost_call_prefers_the_users_code_in_the_main_thread() -> None:
     stacks = (
         'Thread 0x1 (most recent call first):\n  File "worker.py", line 1 in work\n\n'
@@ -137,13 +248,27 @@ def test_innermost_call_prefers_the_users_code_in_the_main_thread() -> None:
     assert innermost_call("") == ""
 
 
-def test_memory_kills_and_quota(tmp_path: Path) -> None:
-    counters = tmp_path / "vmstat"
-    counters.write_text("nr_free_pages 5\noom_kill 3\n")
-    assert machine.memory_kills(counters) == 3
-    counters.write_text("nr_free_pages 5\n")
-    assert machine.memory_kills(counters) is None
-    assert machine.memory_kills(tmp_path / "absent") is None
+@pytest.mark.parametrize(
+    ("groups", "file", "text"),
+    [
+        ("0::/job/7\n", "sys/fs/cgroup/job/7/memory.events", "low 0\noom 5\noom_kill 4\n"),
+        ("0::/outer/path\n", "sys/fs/cgroup/memory.events", "oom_kill 4\noom_group_kill 0\n"),
+        ("9:cpu:/\n4:memory:/job\n0::/\n", "sys/fs/cgroup/memory/job/memory.oom_control", "under_oom 0\noom_kill 4\n"),
+        ("3:cpu,memory:/a:b\n", "sys/fs/cgroup/memory/a:b/memory.oom_control", "oom_kill 4\n"),
+    ],
+)
+def test_memory_kills_of_a_control_group(tmp_path: Path, groups: str, file: str, text: str) -> None:
+    assert MemoryKills.now(tmp_path) == MemoryKills() and MemoryKills().any is None
+    for name, content in (("proc/self/cgroup", groups), (file, text), ("proc/vmstat", "free 5\noom_kill 9\n")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    kills = MemoryKills.now(tmp_path)
+    assert kills == MemoryKills(group=4, host=9)
+    assert kills.since(MemoryKills(4, 8)) == MemoryKills(0, 1) and kills.since(MemoryKills(4, 8)).any
+    assert kills.since(MemoryKills()) == MemoryKills() and not kills.since(kills).any
+
+
+def test_quota(tmp_path: Path) -> None:
     quota = tmp_path / "cpu.max"
     quota.write_text("150000 100000\n")
     assert machine._quota(quota) == 2

@@ -59,8 +59,9 @@ def test_it_is_torchs_class_with_torchs_signature_and_python_ints() -> None:
     assert isinstance(sampler, TorchSampler)
     assert {type(index) for index in sampler} == {int}
     ours = dict(inspect.signature(DistributedSampler).parameters)
-    pad = ours.pop("pad")
+    pad, total = ours.pop("pad"), ours.pop("total_batch_size")
     assert pad.kind is pad.KEYWORD_ONLY and pad.default is True
+    assert total.kind is total.KEYWORD_ONLY and total.default is None
     theirs = inspect.signature(TorchSampler).parameters
     assert [(p.name, p.default, p.kind) for p in ours.values()] == [
         (p.name, p.default, p.kind) for p in theirs.values()

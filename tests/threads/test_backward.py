@@ -27,6 +27,9 @@ class Recorder:
         self.log.append("fired")
         self.tasks.append(backward.arm(self))
 
+    def disarmed(self) -> None:
+        self.log.append("disarmed")
+
     def backward_ended(self) -> None:
         self.log.append(self.name)
         grad = self.leaf.grad
@@ -283,7 +286,7 @@ def test_a_backward_that_raised_has_no_end_and_the_next_one_has_one(failing: Cal
     recorder = Recorder(w, log)
     with pytest.raises(ValueError, match="in the middle"):
         failing(w)
-    assert "end" not in log
+    assert "end" not in log and log[-1] == "disarmed"
     w.grad = None
     plain(w)
     assert recorder.seen == [3.0]
@@ -300,6 +303,9 @@ def test_a_raised_backward_keeps_no_listener_alive():
 
         def backward_ended(self) -> None:
             raise AssertionError("its backward has never ended")
+
+        def disarmed(self) -> None:
+            pass
 
     idle = [Idle()]
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import phalanx
 from phalanx import DistributedDataParallel, MisuseError, RankMismatchError
@@ -168,3 +169,40 @@ def test_the_same_count_on_all_terms_of_a_loss() -> None:
         return grad_of(ddp)
 
     assert run(2, program) == pytest.approx([4 * 7 / 4] * 2)
+
+
+@pytest.mark.parametrize("zeroed", ["none", "zero", "not"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_on_top_of_the_gradients_of_the_last_one(every: int, zeroed: str) -> None:
+    """Weighed exactly while a round is one micro-batch; a longer one would scale what is there, and is refused."""
+
+    def program(rank: int) -> list[float]:
+        ddp, seen = DistributedDataParallel(line()), []
+        for _ in range(2):
+            if zeroed != "not":
+                ddp.zero_grad(set_to_none=zeroed == "none")
+            for micro in range(every):
+                with ddp.accumulate(every):
+                    ddp.weigh(ddp(ones(rank, 1 + rank)).mean(), 1 + rank + micro).backward()
+            seen.append(grad_of(ddp))
+        return seen
+
+    if every == 1:
+        mean = 5 / 3
+        assert run(2, program) == [pytest.approx([mean, mean if zeroed != "not" else 2 * mean])] * 2
+    elif zeroed != "not":
+        assert run(2, program) == [pytest.approx([13 / 8, 13 / 8])] * 2
+    else:
+        for failure in failures(run(2, program, raises=False), MisuseError):
+            assert "on top of the gradients of an earlier step" in failure
+
+
+def test_a_mean_by_all_reduce_is_refused_while_a_rank_follows() -> None:
+    def program(rank: int) -> None:
+        ddp = DistributedDataParallel(line())
+        with ddp.join():
+            for _ in range(1 + rank):
+                dist.all_reduce(torch.ones(600), op=dist.ReduceOp.AVG)
+
+    for failure in failures(run(2, program, raises=False), RankMismatchError):
+        assert "phalanx.mean(value, n)" in failure

@@ -1,0 +1,51 @@
+"""The names of `__init__.py` for type checkers, which cannot follow names that are loaded on first use."""
+
+from phalanx import checkpoint as checkpoint
+from phalanx.data.gather import gather as gather
+from phalanx.data.iterable import ShardedIterable as ShardedIterable
+from phalanx.data.loader import loader as loader
+from phalanx.data.sampler import DistributedSampler as DistributedSampler
+from phalanx.data.sharded import PerRankState as PerRankState
+from phalanx.data.sharded import ShardedSampler as ShardedSampler
+from phalanx.errors import CollectiveTimeoutError as CollectiveTimeoutError
+from phalanx.errors import ExhaustedError as ExhaustedError
+from phalanx.errors import InternalError as InternalError
+from phalanx.errors import MisuseError as MisuseError
+from phalanx.errors import MisuseWarning as MisuseWarning
+from phalanx.errors import PeerError as PeerError
+from phalanx.errors import PeerFailedError as PeerFailedError
+from phalanx.errors import PeerLostError as PeerLostError
+from phalanx.errors import PhalanxError as PhalanxError
+from phalanx.errors import RankMismatchError as RankMismatchError
+from phalanx.errors import ReplicaDriftError as ReplicaDriftError
+from phalanx.group.world import init as init
+from phalanx.group.world import is_main as is_main
+from phalanx.group.world import local_rank as local_rank
+from phalanx.group.world import rank as rank
+from phalanx.group.world import shutdown as shutdown
+from phalanx.group.world import world_size as world_size
+from phalanx.launch.spawn import SpawnError as SpawnError
+from phalanx.launch.spawn import spawn as spawn
+from phalanx.misuse import silence as silence
+from phalanx.nn.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
+from phalanx.observe.logging import get_logger as get_logger
+from phalanx.observe.progress import progress as progress
+from phalanx.observe.trace import trace as trace
+from phalanx.parallel.agree import clip_grad_norm_ as clip_grad_norm_
+from phalanx.parallel.agree import mean as mean
+from phalanx.parallel.agree import stop_if as stop_if
+from phalanx.parallel.data_parallel import DataParallel as DataParallel
+from phalanx.parallel.ddp import DistributedDataParallel as DistributedDataParallel
+from phalanx.parallel.join import Join as Join
+from phalanx.parallel.split import pipeline_stages as pipeline_stages
+from phalanx.parallel.split import split_over as split_over
+from phalanx.train.files import file_lock as file_lock
+from phalanx.train.files import run_folder as run_folder
+from phalanx.train.rank_zero import rank_zero_first as rank_zero_first
+from phalanx.train.rank_zero import rank_zero_only as rank_zero_only
+from phalanx.train.schedule import ScaledLR as ScaledLR
+from phalanx.train.schedule import batch_plan as batch_plan
+from phalanx.train.seed import seed as seed
+from phalanx.train.trackers.tracker import tracker as tracker
+
+__version__: str

@@ -1,0 +1,67 @@
+"""What a model was made of when somebody last looked, cheap to compare at every forward."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import nn
+
+# One pass of map() over hundreds of parameters costs a fraction of a loop's.
+_identity, _requires_grad, _dtype = attrgetter("_cdata"), attrgetter("requires_grad"), attrgetter("dtype")
+_END = object()
+
+
+class Structure:
+    """The parameters, modules and buffers of `module`; those named in `ignored` do not count.
+
+    `hooked` are the parameters with hooks on them, which torch.utils.swap_tensors cuts off.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Container[str], hooked: Sequence[nn.Parameter]) -> None:
+        self.modules = list(module.modules())
+        self._parameter_dicts = [m._parameters for m in self.modules if m._parameters]
+        self._holding = self._parameter_dicts + [m._modules for m in self.modules if m._modules]
+        self._held = list(_values(self._holding))
+        self._buffer_dicts = [m._buffers for m in self.modules if m._buffers]
+        self._buffers_held = list(_values(self._buffer_dicts))
+        self.buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
+        self.parameters = [p for name, p in module.named_parameters() if name not in ignored]
+        self._required = list(map(_requires_grad, self.parameters))
+        self._dtypes = list(map(_dtype, self.parameters))
+        self._hooked = hooked
+        self._identities = list(map(_identity, hooked))
+
+    def is_as_before(self, with_dtypes: bool) -> bool:
+        """Whether the parameters and modules are the same, need gradients as before and have their hooks."""
+        return (
+            all(map(is_, _values(self._holding), self._held))
+            and not self.is_swapped()
+            and list(map(_requires_grad, self.parameters)) == self._required
+            and not (with_dtypes and self.is_converted())
+        )
+
+    def has_its_buffers(self) -> bool:
+        """Whether the buffers are the same."""
+        return not self._buffer_dicts or all(map(is_, _values(self._buffer_dicts), self._buffers_held))
+
+    def is_swapped(self) -> bool:
+        """Whether a hooked parameter has become another tensor under the same name and object."""
+        return list(map(_identity, self._hooked)) != self._identities
+
+    def is_converted(self) -> bool:
+        """Whether a parameter has changed its dtype."""
+        return not all(map(is_, map(_dtype, self.parameters), self._dtypes))
+
+    def is_borrowed(self) -> bool:
+        """Whether torch.func.functional_call has put tensors that are no parameters in their place."""
+        held = chain.from_iterable(d.values() for d in self._parameter_dicts)
+        return not all(isinstance(p, nn.Parameter) for p in held if p is not None)
+
+
+def _values(dicts: Iterable[dict[str, Any]]) -> Iterable[object]:
+    """All values, and an end mark, without which a comparison would stop at the shorter side."""
+    return chain(chain.from_iterable(map(dict.values, dicts)), (_END,))
