@@ -71,7 +71,8 @@ class ReplicaDriftError(PhalanxError):
     Fields: `parameter` (the first that differs, in the order of the model), `groups` (lists of the ranks that
     agree with one another, the largest first), `odd` (the ranks outside of the first), `differing` (the names of
     all that differ), `last_equal` (the synchronised step at which `parameter` was last seen equal; 0 is the
-    wrapping, -1 none), `step` (that at which it was seen to differ), `rank` (who reports), `values` (rank -> what it has).
+    wrapping, -1 none), `step` (that at which it was seen to differ), `rank` (who reports), `values` (rank -> what it
+    has).
     """
 
     def __init__(

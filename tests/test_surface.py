@@ -20,7 +20,8 @@ def test_every_public_name_loads_and_is_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["weigh", "accumulate", "micro_batches", "skip", "join", "no_sync", "sync_policy",
-                                  "buffer_policy", "explain", "register_comm_hook", "remove_comm_hook"])  # fmt: skip
+                                  "buffer_policy", "explain", "register_comm_hook", "remove_comm_hook",
+                                  "check_replicas"])  # fmt: skip
 def test_what_a_wrapped_model_offers_is_documented(name: str) -> None:
     assert inspect.getdoc(getattr(phalanx.DistributedDataParallel, name))
 

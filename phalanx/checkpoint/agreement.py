@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from enum import IntEnum
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,8 @@ class Job:
     """
 
     def __init__(self, work: Callable[[], bytes], name: str) -> None:
-        self._work, self._result, self._error = work, b"", None
+        self._work, self._result = work, b""
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name)
         self._thread.start()
 
@@ -79,7 +81,7 @@ class Ranks:
     def here(cls, call: str) -> Ranks:
         """Find the group. Raises MisuseError if the ranks have been started and have not met yet."""
         if dist.is_initialized():
-            return cls(call, for_process_group(dist.group.WORLD, call))
+            return cls(call, for_process_group(cast(dist.ProcessGroup, dist.group.WORLD), call))
         if world.world_size() > 1:
             raise MisuseError(
                 f"{call} before the {world.world_size()} ranks have met", "call phalanx.init() before", world.rank()

@@ -66,6 +66,8 @@ def entries(folder: Path) -> list[Entry]:
 
 def read(entry: Entry, name: str) -> torch.Tensor:
     """Return the bytes of one file of a checkpoint as a tensor. Raises ValueError, in words, if it is damaged."""
+    if entry.manifest is None:
+        raise ValueError(f"{entry.path} has no good manifest")
     expected = entry.manifest.files[name]
     flat = read_file(entry.path / name, expected.size)
     if flat.numel() != expected.size:
@@ -138,13 +140,14 @@ def entries_or_none(folder: Path) -> list[Entry]:
 
 def best_of(found: Iterable[Entry], run: str | None = None) -> Entry | None:
     """Return the checkpoint with the best metric, by the mode of the one saved last; of one run, if given."""
-    listed = [e for e in found if e.manifest is not None and (run is None or e.manifest.run == run)]
-    mode = next((e.manifest.mode for e in listed if e.manifest.mode is not None), None)
-    best: Entry | None = None
-    for entry in listed:
-        if entry.manifest.mode == mode and entry.manifest.better_than(best and best.manifest):
-            best = entry
-    return best
+    good = [(e, e.manifest) for e in found if e.manifest is not None]
+    listed = [(e, manifest) for e, manifest in good if run is None or manifest.run == run]
+    mode = next((manifest.mode for _, manifest in listed if manifest.mode is not None), None)
+    best: tuple[Entry, Manifest] | None = None
+    for entry, manifest in listed:
+        if manifest.mode == mode and manifest.better_than(None if best is None else best[1]):
+            best = entry, manifest
+    return None if best is None else best[0]
 
 
 def look_at(path: Path) -> Entry:
@@ -220,10 +223,10 @@ def _free_name(folder: Path, step: int) -> Path:
 
 def _prune(folder: Path, keep: int) -> None:
     """Remove all but the last `keep` and the best of the run that was saved last."""
-    known = [entry for entry in entries(folder) if entry.manifest is not None]
-    run = known[0].manifest.run
-    best = best_of(known, run)
-    same = [entry for entry in known if entry.manifest.run == run]
+    known = [(entry, entry.manifest) for entry in entries(folder) if entry.manifest is not None]
+    run = known[0][1].run
+    best = best_of([entry for entry, _ in known], run)
+    same = [entry for entry, manifest in known if manifest.run == run]
     for entry in same[keep:]:
         if best is None or entry.path != best.path:
             gone = folder / f".gone-{entry.path.name}-{os.getpid()}.tmp"

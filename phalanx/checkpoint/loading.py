@@ -176,7 +176,7 @@ class _Loader:
         return loaded[0]
 
     def _take(self, source: Source, map_location: torch.device | str) -> Loaded:
-        manifest, state = source.manifest, json.loads(source.buffers[STATE].numpy().tobytes())
+        manifest, state = source.own_manifest, json.loads(source.buffers[STATE].numpy().tobytes())
         lists = {file: _tensors(source, file) for file in source.buffers if file not in (*self._models, STATE)}
 
         def part(name: str) -> Any:
@@ -209,7 +209,7 @@ class _Loader:
             if name not in theirs.parts:
                 raise MisuseError(f"{source.path} has no state of a {name}", f"leave {name} out of the call")
         for model in self._models.values():
-            self._load_model(model, theirs.model)
+            self._load_model(model, theirs.model or {})
         for name, target in self._parts.items():
             load_state(target, theirs.parts[name], name)
         return Loaded(source.path, theirs.step, _moved(theirs.rest, map_location))
@@ -221,7 +221,7 @@ class _Loader:
         fitted = names.fitting(state, plain.values())
         keys = {name: key for key, name in plain.items()}
         renamed = OrderedDict((keys.get(name, name), value) for name, value in fitted.items())
-        renamed._metadata = getattr(current, "_metadata", {})  # versions of modules, which files do not have
+        renamed._metadata = getattr(current, "_metadata", {})  # type: ignore[attr-defined]  # versions of modules, which files do not have
         module.load_state_dict(renamed, strict=self._strict)
 
     def _own_sampler_state(self, states: list[Any]) -> Any:
@@ -237,7 +237,7 @@ class _Loader:
         return states[self._ranks.rank]
 
     def _restore_random(self, states: list[Any], source: Source) -> None:
-        record, ranks = source.manifest.seed, self._ranks
+        record, ranks = source.own_manifest.seed, self._ranks
         if len(states) == ranks.size:
             random_state.restore(states[ranks.rank])
             seed.adopt(record)
@@ -247,7 +247,7 @@ class _Loader:
             self._notes.append(f"{saved}: they are not restored, and as phalanx.seed(...) was not called, random "
                                "numbers go on from where each rank's generators are")  # fmt: skip
             return
-        seed.reseed(record, f"step {source.manifest.step} on {ranks.size} ranks")
+        seed.reseed(record, f"step {source.own_manifest.step} on {ranks.size} ranks")
         self._notes.append(f"{saved}: new ones are derived from the recorded phalanx.seed({record['value']}), the "
                            "step, the number of ranks and each rank")  # fmt: skip
 

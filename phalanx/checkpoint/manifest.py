@@ -67,7 +67,7 @@ class Manifest:
         """Whether this one's metric is better; one without a metric, or with NaN, is never better."""
         if self.metric is None or self.metric != self.metric:
             return False
-        if other is None:
+        if other is None or other.metric is None:
             return True
         return self.metric < other.metric if self.mode == "min" else self.metric > other.metric
 

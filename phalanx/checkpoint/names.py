@@ -19,7 +19,7 @@ _WRAPPED = "module"
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside of all wrappers."""
     while part := _wraps(model):
-        model = model._modules[part]
+        model = model.get_submodule(part)
     return model
 
 

@@ -98,7 +98,7 @@ _pool = Pool()
 def save(directory: str | os.PathLike[str], *, step: int, asynchronous: Literal[True], **keywords: Any) -> Handle: ...
 @overload
 def save(directory: str | os.PathLike[str], *, step: int, **keywords: Any) -> Path: ...
-def save(
+def save(  # type: ignore[misc]  # the keywords of both are those below
     directory: str | os.PathLike[str],
     *,
     step: int,

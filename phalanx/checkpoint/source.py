@@ -14,7 +14,7 @@ from phalanx.checkpoint.content import STATE, tensors_of
 from phalanx.checkpoint.failure import CheckpointError
 from phalanx.checkpoint.folder import Entry
 from phalanx.checkpoint.manifest import NAME, Manifest
-from phalanx.errors import MisuseError
+from phalanx.errors import InternalError, MisuseError
 
 _CALL = "checkpoint.load"
 
@@ -55,6 +55,13 @@ class Source:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     damaged: list[str] = field(default_factory=list)
 
+    @property
+    def own_manifest(self) -> Manifest:
+        """The manifest of a checkpoint of ours."""
+        if self.manifest is None:
+            raise InternalError(f"{self.path} is read as a checkpoint with a manifest, and has none")
+        return self.manifest
+
     def header(self) -> bytes:
         """All but the bytes, for the other ranks."""
         return json.dumps({
@@ -93,9 +100,12 @@ def _first_good(found: Iterable[Entry], wanted: Wanted, path: Path) -> Source:
         if entry.fault:
             damaged.append(f"{entry.path} is damaged: {entry.fault}")
             continue
-        wanted.check(entry.manifest, entry.path)
+        manifest = entry.manifest
+        if manifest is None:
+            continue  # an entry without a fault has one
+        wanted.check(manifest, entry.path)
         try:
-            buffers = {name: disk.read(entry, name) for name in wanted.files() if name in entry.manifest.files}
+            buffers = {name: disk.read(entry, name) for name in wanted.files() if name in manifest.files}
         except (OSError, ValueError) as error:
             damaged.append(f"{entry.path} is damaged: {error}")
             continue

@@ -24,8 +24,8 @@ from phalanx.checkpoint import container
 from phalanx.errors import MisuseError
 
 _TAG = "~"
-_SEQUENCES = {tuple: "tuple", torch.Size: "Size", set: "set", frozenset: "frozenset"}
-_MAPPINGS = {OrderedDict: "OrderedDict", Counter: "Counter", dict: "dict", defaultdict: "dict"}
+_SEQUENCES: dict[type[Any], str] = {tuple: "tuple", torch.Size: "Size", set: "set", frozenset: "frozenset"}
+_MAPPINGS: dict[type[Any], str] = {OrderedDict: "OrderedDict", Counter: "Counter", dict: "dict", defaultdict: "dict"}
 _HINTS = {
     "Namespace": "vars(...) of it",
     "Path": "str(...) of it",

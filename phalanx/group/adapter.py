@@ -139,8 +139,7 @@ class Adapter(dist.ProcessGroup):
     def _noted(self, work: Any) -> Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
-        noted: Work = work
-        return noted
+        return work  # type: ignore[no-any-return]
 
     def _refuse_if_closed(self) -> None:
         if self.closed:
@@ -396,6 +395,5 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
-            timeout: timedelta = options._timeout
-            return timeout
+            return options._timeout  # type: ignore[no-any-return]
     return distributed_c10d.default_pg_timeout

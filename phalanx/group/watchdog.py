@@ -41,6 +41,9 @@ from phalanx.status.asking import (
     socket_name,
 )
 
+THREAD = "phalanx watchdog"
+"""How the names of these threads begin. They serve a process, and belong to no rank's program."""
+
 _ASK_SECONDS = 1.5  # how long others are waited for
 _ANSWER_SECONDS = 1.0  # how long a caller may take
 _CPU_SECONDS = 0.05
@@ -70,7 +73,7 @@ class Watchdog:
         unix.listen(_BACKLOG)
         for listener in self._listeners:
             listener.setblocking(False)
-        self._thread = threading.Thread(target=self._serve, name=f"phalanx watchdog of rank {board.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=f"{THREAD} of rank {board.rank}", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(board, self.close)
         self._finalizer.atexit = False

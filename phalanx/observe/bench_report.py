@@ -59,7 +59,8 @@ def _steps_table(entries: list[Mapping[str, Any]]) -> Table:
 
 
 def _sizes_table(title: str, entries: list[Mapping[str, Any]]) -> Table:
-    table = Table(title=f"{title}: medians of rounds,\ntimes faster than {next(iter(entries[0]['seconds']))} \\[quartiles]")
+    slower = next(iter(entries[0]["seconds"]))
+    table = Table(title=f"{title}: medians of rounds,\ntimes faster than {slower} \\[quartiles]")
     backends, faster = list(entries[0]["seconds"]), list(entries[0]["speedup"])
     for column in ("size", *backends, *(f"{name} faster" for name in faster)):
         table.add_column(column, justify="right")

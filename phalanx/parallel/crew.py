@@ -175,7 +175,10 @@ class ThreadState:
 
 
 def run_replicas(
-    replicas: Replicas, inputs: Sequence[Sequence[Any]], keywords: Sequence[dict[str, Any]], devices: Sequence[torch.device]
+    replicas: Replicas,
+    inputs: Sequence[Sequence[Any]],
+    keywords: Sequence[dict[str, Any]],
+    devices: Sequence[torch.device],
 ) -> list[Any]:
     """Call every replica with its inputs, each in a thread, and return their outputs.
 

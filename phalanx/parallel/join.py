@@ -56,7 +56,8 @@ class Join(TorchJoin):
         self._group = self._models[0]._group
         self._core = self._group.core
         if any(model._group.core is not self._core for model in self._models):
-            raise MisuseError("join() over models on different process groups", "one join for each group", self._core.rank)
+            what = "join() over models on different process groups"
+            raise MisuseError(what, "one join for each group", self._core.rank)
         foreign = [each for each in joinables if not isinstance(each, Wrapped)]
         self._hooks: list[JoinHook] = [each.join_hook(**kwargs) for each in foreign] if enable else []
         self._all = list(joinables)
@@ -85,9 +86,9 @@ class Join(TorchJoin):
             for name, layer in model.module.named_modules():
                 if isinstance(layer, TorchSyncBatchNorm) and model.training:
                     raise MisuseError(
-                        f"join() with {name or 'a model'}: {type(layer).__name__}, whose collectives go through a process "
-                        f"group of backend {dist.get_backend(model.process_group)!r}, where a rank that is out of data "
-                        "cannot follow them",
+                        f"join() with {name or 'a model'}: {type(layer).__name__}, whose collectives go through a "
+                        f"process group of backend {dist.get_backend(model.process_group)!r}, where a rank that is out "
+                        "of data cannot follow them",
                         'torch.distributed.init_process_group("phalanx"), or phalanx.init()', self._core.rank,
                     )  # fmt: skip
 

@@ -97,8 +97,9 @@ class Layers(Wrapped):
             self._reducer.schedule.set(pattern, every)
         except ValueError as error:
             raise MisuseError(
-                f"sync_policy({pattern!r}, {error})", f'a positive number, "{ALWAYS}" or "{NEVER}"', self._group.core.rank
-            ) from None
+                f"sync_policy({pattern!r}, {error})", f'a positive number, "{ALWAYS}" or "{NEVER}"',
+                self._group.core.rank,
+            ) from None  # fmt: skip
 
     def buffer_policy(self, pattern: str, policy: str) -> None:
         """Set how the buffers matching `pattern` are kept equal.
@@ -116,8 +117,9 @@ class Layers(Wrapped):
             )  # fmt: skip
         if policy not in _BUFFER_POLICIES:
             raise MisuseError(
-                f"buffer_policy({pattern!r}, {policy!r})", f"one of {', '.join(_BUFFER_POLICIES)}", self._group.core.rank
-            )
+                f"buffer_policy({pattern!r}, {policy!r})", f"one of {', '.join(_BUFFER_POLICIES)}",
+                self._group.core.rank,
+            )  # fmt: skip
         self._buffer_policies = [*self._buffer_policies, (pattern, policy)]
 
     def _buffers_with(self, policy: str) -> list[torch.Tensor]:

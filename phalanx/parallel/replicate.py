@@ -85,7 +85,8 @@ def _tensors_for(module: nn.Module, device: torch.device, own: bool) -> dict[int
     if own:
         return held
     learning = {key: tensor for key, tensor in held.items() if tensor.requires_grad}
-    copies = {key: tensor.to(device, non_blocking=True, copy=True) for key, tensor in held.items() if key not in learning}
+    rest = {key: tensor for key, tensor in held.items() if key not in learning}
+    copies = {key: tensor.to(device, non_blocking=True, copy=True) for key, tensor in rest.items()}
     if learning:
         learned = _Copy.apply(device, *learning.values())  # type: ignore[no-untyped-call]
         copies |= zip(learning, learned, strict=True)

@@ -7,7 +7,6 @@ from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
-import torch
 from torch import nn
 
 # One pass of map() over hundreds of parameters costs a fraction of a loop's.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
+from torch.distributed.algorithms.join import Joinable
 
 from phalanx.errors import MisuseError
 from phalanx.group.follow import Follower
@@ -138,5 +139,5 @@ class Uneven(Wrapped):
         ranks have the same model. `enable=False` does nothing; see phalanx.Join for several models.
         """
         return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+            [cast(Joinable, self)], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )

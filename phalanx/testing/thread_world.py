@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignor
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.errors import MisuseError
-from phalanx.group import endings
+from phalanx.group import endings, watchdog
 from phalanx.testing.outcome import Ending, Outcome, failure_text
 from phalanx.testing.settings import Settings
 
@@ -142,7 +142,7 @@ def _router_installed() -> Iterator[_Router]:
     @functools.wraps(start)
     def start_in_world(thread: threading.Thread) -> None:
         world = router.entered()
-        if world is not None:
+        if world is not None and not thread.name.startswith(watchdog.THREAD):  # which must not hold the groups
             run = functools.partial(_run_in_world, router, world, thread.run)
             thread.run = run  # type: ignore[method-assign]
         start(thread)

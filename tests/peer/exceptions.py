@@ -31,17 +31,19 @@ EXPECTED: dict[What, dict[str, str]] = {
         ),
         "test_ddp_unused_params_rebuild_buckets_exception@2": _NO_ERROR,
         "test_skip_all_reduce_unused_parameters@2": (
-            "counts two buckets, filled from the first parameter on; here they are filled from the last one on, the order "
-            "in which backward produces gradients, which makes it one"
+            "counts two buckets, filled from the first parameter on; here they are filled from the last one on, the "
+            "order in which backward produces gradients, which makes it one"
         ),
     },
     What.COLLECTIVES: {
         "test_monitored_barrier_failure_order@4": _WHO_IS_LATE,
         "test_monitored_barrier_gloo_rank_0_timeout@2": (
-            "wants rank 0 to fail at once with a timeout of 0; here that counts as none given, and the usual one applies"
+            "wants rank 0 to fail at once with a timeout of 0; here that counts as none given, and the usual one "
+            "applies"
         ),
         "test_reduce_scatter_v_cuda@2": (
-            "hands over parts of other sizes than the output's rank has them: refused here, as for Gloo, before data moves"
+            "hands over parts of other sizes than the output's rank has them: refused here, as for Gloo, before data "
+            "moves"
         ),
     },
 }

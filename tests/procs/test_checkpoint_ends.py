@@ -28,19 +28,17 @@ import torch, phalanx
 phalanx.init()
 phalanx.seed(1)
 model = phalanx.DistributedDataParallel(torch.nn.Linear(2, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-loaded = phalanx.checkpoint.resume("saves", model=model, optimizer=optimizer)
+loaded = phalanx.checkpoint.resume("saves", model=model)
 step = first = loaded.step if loaded else 0
 print("from", step, flush=True)
 with phalanx.checkpoint.preemption() as stop:
     while step < (first + 3 if loaded else 10**6):
-        model(torch.randn(2, 2)).sum().backward()
-        optimizer.step()
+        model(torch.randn(2, 2)).sum().backward()  # without an optimizer, whose import takes seconds
         step += 1
         if step == 5:
             open(f"up-{rank}", "w").close()
         if stop:
-            phalanx.checkpoint.save("saves", step=step, model=model, optimizer=optimizer)
+            phalanx.checkpoint.save("saves", step=step, model=model)
             assert stop, "and it stays so"
             break
 print("to", step, flush=True)
@@ -57,10 +55,11 @@ def test_sigterm_is_answered_by_all_ranks_alike_and_resume_goes_on(launch: Launc
     assert ends[0] == ends[1] and ends[0][0] == "from 0"
     step = int(ends[0][1].split()[1])
     assert phalanx.checkpoint.latest(launch.folder / "saves").name == f"step-{step:09d}"
-    again = launch.start(TRAINS, "-n", "2", "--resume", "auto")
+    again = launch.start(TRAINS, "-n", "1", "--resume", "auto")
     out, err = again.communicate(timeout=60)
     assert again.returncode == 0, err
-    assert [lines_of(out, rank) for rank in (0, 1)] == [[f"from {step}", f"to {step + 3}"]] * 2
+    assert out.splitlines() == [f"from {step}", f"to {step + 3}"]
+    assert "has random states of 2 ranks, and this run has 1: new ones are derived from the recorded" in err
 
 
 LOSES_ITS_LAST = """
@@ -139,10 +138,12 @@ def seeded_run(rank: int, wrap: str) -> dict[str, Any]:
     before = {"weights": model.weight.tolist(), "halves": halves, "drawn": drawn()}
     model = phalanx.DistributedDataParallel(model) if wrap == "phalanx" else TorchDDP(model)
     nn.Sequential(model)  # registers a wrapper in a module: nothing begins anew
+    # Ranks of a test are started by a server, and would start their workers so: each would import torch anew.
+    loader = DataLoader(Noisy(), num_workers=1, collate_fn=list, multiprocessing_context="fork")
     after = {
         "drawn": drawn(),
         "dropout": nn.functional.dropout(torch.ones(40)).tolist(),
-        "workers": [item for batch in DataLoader(Noisy(), num_workers=1, collate_fn=list) for item in batch],
+        "workers": [item for batch in loader for item in batch],
         "again": drawn(),
     }
     phalanx.seed(5)  # wrapped already: alike up to the next forward

@@ -138,7 +138,7 @@ def test_it_is_there_whatever_is_imported_first(tmp_path: Path) -> None:
 
 def test_an_unknown_name_is_said_and_torch_still_imports(tmp_path: Path) -> None:
     code = NAMES + (
-        "import os\n"
+        "import os, phalanx\n"
         "try: import phalanx.dropin\n"
         "except phalanx.MisuseError as error: print(error.what)\n"
         "os.environ['PHALANX_DROPIN'] = '0'\n"

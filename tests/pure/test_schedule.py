@@ -30,7 +30,9 @@ def test_local_parameters_are_left_out() -> None:
     assert schedule().due(EVERYTHING, frozenset({1, 2})).due == (Round(frozenset({0, 3, 4})),)
 
 
-@pytest.mark.parametrize(("pattern", "found"), [("encoder", {0, 1, 2}), ("*.bias", {1, 4}), ("head.*", {3, 4}), ("x", set())])
+@pytest.mark.parametrize(
+    ("pattern", "found"), [("encoder", {0, 1, 2}), ("*.bias", {1, 4}), ("head.*", {3, 4}), ("x", set())]
+)
 def test_patterns_are_of_the_shell_and_prefixes_are_of_whole_parts(pattern: str, found: set[int]) -> None:
     assert matching(NAMES, pattern) == found
 

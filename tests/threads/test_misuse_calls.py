@@ -127,9 +127,10 @@ def test_a_backward_that_reaches_the_parameters_without_the_wrapper_is_no_clippi
 def test_a_skipped_step_between_micro_batches_is_no_clipping() -> None:
     def program(rank: int) -> None:
         ddp, optimizer = model_and_optimizer()
-        for step in range(3):
-            with ddp.no_sync():
-                backward(ddp, rank)
+        for step in range(4):
+            for _ in range(1 + step):
+                with ddp.no_sync():
+                    backward(ddp, rank)
             if rank == step % 2:
                 ddp.skip()
             else:

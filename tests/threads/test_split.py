@@ -22,6 +22,10 @@ def blocks() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
+def stacked() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, batch_first=True), 1)
+
+
 def devices_of(model: nn.Module) -> list[str]:
     return [str(parameter.device) for parameter in model.parameters()]
 
@@ -84,7 +88,7 @@ def test_shares_are_equal_by_bytes() -> None:
         (lambda: split_over(blocks(), []), "5 blocks for 0 devices"),
         (lambda: split_over(blocks(), ["cpu"] * 2, counts=[5, 0]), "2 positive numbers whose sum is 5"),
         (lambda: pipeline_stages(blocks(), 2, counts=[1, 1]), r"counts=\[1, 1\] for 5 blocks and 2 stages"),
-        (lambda: split_over(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), 1), ["cpu"]), "Instead: its blocks, layers"),
+        (lambda: split_over(stacked(), ["cpu"]), "Instead: its blocks, layers"),
     ],
 )
 def test_misuse_is_an_error(call: Callable[[], Any], words: str) -> None:
