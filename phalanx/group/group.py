@@ -38,10 +38,6 @@ _WAIT_COUNTS_FROM = 20e-6
 Rest = Callable[[], None] | None
 """What is left to do once a collective is over, when its group may be used again."""
 Handler = Callable[[list[bytes], Fence], Rest]
-_NOT_WHILE_FOLLOWING = (
-    "Make this call before or after join(), or while all ranks run; for a mean over the ranks that still run, "
-    "phalanx.mean(value, n)."
-)
 _NOT_TO_FOLLOW = {Operation.ARENA, Operation.WRAP, Operation.ALL_TO_ALL, Operation.ALL_REDUCE_SPARSE}
 
 
@@ -154,12 +150,11 @@ class Group:
             raise ExhaustedError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
         call = ticket.decode(got[active[0]])
         rooted = call.operation in (Operation.BROADCAST, Operation.SCATTER) and call.tag == 0
-        divides = call.reduction == Reduction.AVG  # by all ranks, of which some contribute nothing
-        if call.operation in _NOT_TO_FOLLOW or divides or (rooted and call.root in following):
+        if call.operation in _NOT_TO_FOLLOW or (rooted and call.root in following):
             told = {p: ticket.describe(got[p], dtypes.NAMES, _REDUCTIONS) for p in active}
             told |= {p: "no call: it has run out of data and follows the others" for p in following}
             told[self.rank] += f" at {call_site.here()}" if self.rank in active else ""
-            raise RankMismatchError(told, self.rank, _NOT_WHILE_FOLLOWING)
+            raise RankMismatchError(told, self.rank, "Make this call before or after join(), or while all ranks run.")
 
     def begin_following(self, wire: bytes) -> None:
         """Send the ticket of a rank that takes part in whatever comes next; see follow.py. Hold the lock."""

@@ -164,3 +164,8 @@ def describe(wire: bytes, dtype_names: Mapping[int, str], reduction_names: Mappi
     if t.root >= 0:
         arguments.append(f"root={t.root}")
     return f"{name}({', '.join(arguments)})"
+
+
+def round_members(tickets: Iterable[Ticket]) -> bytes:
+    """The mask of the gradients that the active ones among `tickets` exchange; empty for the whole model."""
+    return next((t.extra for t in tickets if t.operation is Operation.GRADIENTS), b"")

@@ -296,13 +296,15 @@ class TorchSurface(Wrapped):
         Here it must not: ranks may evaluate alone. Ranks that have skipped the step have missed its forward, and
         get the buffers of one that has not, at once.
         """
-        runners, training = self._reducer.runners, self.module.training
+        if not self.modules_buffers:
+            return
         self._fetched.clear()
+        runners = self._reducer.runners
         if not runners or self.buffer_hook is not None or not self.will_sync_module_buffers():
             return
         if self._reducer.skippers:
             self._broadcaster.broadcast(runners[0])
-        elif training:
+        elif self.module.training:
             self._fetched.extend(self._broadcaster.fetch(runners[0]))
 
     def _take_fetched_buffers(self) -> None:

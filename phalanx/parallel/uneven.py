@@ -116,14 +116,15 @@ class Uneven(Wrapped):
             if reducer.produced:
                 reducer.flush(set())
             return
-        while True:
+        rounds: int | None = None
+        while rounds != 0:
             tickets = follower.follow(lambda: reducer.following_ticket(State.SKIPPING, 0))
             active = [t for t in tickets if t.state is State.ACTIVE]
             if not active:
                 flush_leftovers(self._group.core, tickets)
                 return
             if active[0].operation is Operation.GRADIENTS and active[0].tag == reducer.tag:
-                return
+                rounds = reducer.schedule.rounds_behind_the_first() if rounds is None else rounds - 1
 
     def join(
         self,
@@ -139,5 +140,6 @@ class Uneven(Wrapped):
         ranks have the same model. `enable=False` does nothing; see phalanx.Join for several models.
         """
         return Join(
-            [cast(Joinable, self)], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
+            [cast(Joinable, self)], enable, throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )  # fmt: skip

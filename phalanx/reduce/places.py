@@ -263,6 +263,7 @@ class Places:
             for parameter, view in zip(params, views, strict=True):
                 parameter.grad = view
             return
+        self._all_made = False  # from now on only of those that later rounds hand out
         unposted = _NOBODY if posted else set(self.staged)
         wanted = set(used)
         for index in foreign:

@@ -293,12 +293,12 @@ class Reducer:
         self.monitor.heard = [t.digest for t in heard]
         self.skippers = [rank for rank, t in enumerate(heard) if t.state is State.SKIPPING]
         self.runners = [rank for rank, t in enumerate(heard) if t.state is State.ACTIVE]
-        tickets = [self._as_contribution(t) for t in heard]
+        mask = ticket.round_members(heard)
+        tickets = [self._as_contribution(t, mask) for t in heard]
         size = len(self.named)
         union = 0
         for t in tickets:
             union |= int.from_bytes(t.bitmap, "little")
-        mask = next((t.extra for t in tickets if t.operation is Operation.GRADIENTS), b"")
         if mask:
             union &= int.from_bytes(mask, "little")
         self.statistics.used_by([t.encode() for t in tickets])
@@ -315,11 +315,12 @@ class Reducer:
                 "Instead: call ddp.weigh(loss, n) on every rank, with n = 0 where a rank has nothing.",
             ) from error  # fmt: skip
 
-    def _as_contribution(self, t: Ticket) -> Ticket:
-        """Read a follower's ticket: gradients of this model that it has left count, others do not."""
+    def _as_contribution(self, t: Ticket, mask: bytes) -> Ticket:
+        """Read a follower's ticket: gradients of this round that it has left count, others do not."""
         if t.state is State.ACTIVE:
             return t
-        if t.bitmap and t.tag == self.tag:
+        left = int.from_bytes(t.bitmap, "little")
+        if left and t.tag == self.tag and (not mask or left & int.from_bytes(mask, "little")):
             return replace(t, state=State.ACTIVE)
         return replace(t, bitmap=b"", weighed=False)
 
@@ -334,7 +335,9 @@ class Reducer:
     def follow(self, got: list[bytes], fence: Fence) -> Callable[[], None]:
         """Take part in a flush of the other ranks, whose tickets are `got`; return what comes after it."""
         started, places = time.perf_counter(), self._built()
-        own = self._as_contribution(ticket.decode(got[self.group.core.rank]))
+        heard = [ticket.decode(wire) for wire in got]
+        mask = ticket.round_members(heard)
+        own = self._as_contribution(heard[self.group.core.rank], mask)
         places.settle(self.produced)
         places.post(fence.step, at_home=self.comm_hook is not None)
         fence()  # where those in the flush have exchanged tickets
@@ -344,7 +347,6 @@ class Reducer:
         self._reduce(used, factors, fence, takes)
         if takes:
             places.show(used)
-        mask = next((t.extra for t in map(ticket.decode, got) if t.operation is Operation.GRADIENTS), b"")
         each = self.schedule.round_of(frozenset(ticket.members(mask)) if mask else None)
         return partial(self._followed, used, factors, foreign, each, started, takes)
 

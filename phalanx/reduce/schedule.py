@@ -35,6 +35,11 @@ class Policy:
     members: frozenset[int] = frozenset()
     flushes: int = 0
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the flush counted last synchronises these parameters."""
+        return self.every == ALWAYS or (self.every != NEVER and self.flushes % int(self.every) == 0)
+
 
 @dataclass(frozen=True)
 class Rounds:
@@ -88,7 +93,7 @@ class Schedule:
             policy.flushes += 1
             if policy.every == NEVER or not policy.members - local:
                 continue
-            if policy.every == ALWAYS or policy.flushes % int(policy.every) == 0:
+            if policy.is_due:
                 rounds.append(Round(policy.members - local, ledger))
             else:
                 held |= policy.members - local
@@ -106,6 +111,10 @@ class Schedule:
         if each.ledger == 0:
             for policy in self.policies:
                 policy.flushes += 1
+
+    def rounds_behind_the_first(self) -> int:
+        """How many more rounds the flush has whose first round this rank has followed."""
+        return sum(1 for policy in self.policies if policy.members and policy.is_due)
 
 
 def matching(names: Sequence[str], pattern: str) -> frozenset[int]:

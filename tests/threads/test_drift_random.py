@@ -39,7 +39,7 @@ def train(rank: int, ranks: int, seed: int) -> tuple[int, int]:
     prove = ddp._guard.drift._prove
     ddp._guard.drift._prove = lambda *arguments: (proofs.append(1), prove(*arguments))
     every, skips, weighs = draw.choice([1, 1, 2, 3]), draw.choice([0.0, 0.0, 0.3]), draw.random() < 0.3
-    if not skips and draw.random() < 0.4:
+    if draw.random() < 0.4:
         ddp.sync_policy("side", draw.choice(["never", 2, 3]))
     set_to_none = draw.random() < 0.7  # alike on all ranks: an optimizer steps on zeros, and not on None
     joins = draw.random() < 0.4

@@ -171,3 +171,21 @@ def test_by_default_buffers_are_those_of_rank_zero() -> None:
         assert torch.allclose(model[0].running_mean, begun)
 
     run(2, program)
+
+
+def test_a_rank_that_skips_a_step_follows_all_its_rounds() -> None:
+    def program(rank: int) -> None:
+        ddp, encoder, head = wrapped()
+        ddp.sync_policy("encoder", every=2)
+        for step in range(1, 7):
+            ddp.zero_grad()
+            skips = rank == 1 and step in (2, 3)
+            if skips:
+                ddp.skip()
+            else:
+                ddp(torch.ones(1, 1) * (rank + 1)).sum().backward()
+            assert head.grad.item() == (1.0 if step in (2, 3) else 1.5)
+            # What rank 1 has accumulated before it skips still counts.
+            assert (encoder.grad is None) if step % 2 else encoder.grad.item() == {2: 2.0, 4: 2.0, 6: 3.0}[step]
+
+    run(2, program)

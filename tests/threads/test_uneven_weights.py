@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import phalanx
 from phalanx import DistributedDataParallel, MisuseError, RankMismatchError
@@ -195,14 +194,3 @@ def test_a_step_on_top_of_the_gradients_of_the_last_one(every: int, zeroed: str)
     else:
         for failure in failures(run(2, program, raises=False), MisuseError):
             assert "on top of the gradients of an earlier step" in failure
-
-
-def test_a_mean_by_all_reduce_is_refused_while_a_rank_follows() -> None:
-    def program(rank: int) -> None:
-        ddp = DistributedDataParallel(line())
-        with ddp.join():
-            for _ in range(1 + rank):
-                dist.all_reduce(torch.ones(600), op=dist.ReduceOp.AVG)
-
-    for failure in failures(run(2, program, raises=False), RankMismatchError):
-        assert "phalanx.mean(value, n)" in failure
