@@ -36,6 +36,7 @@ def test_nothing_else_is_offered() -> None:
     ("ours", "theirs"),
     [
         (phalanx.DistributedDataParallel.__init__, torch.nn.parallel.DistributedDataParallel.__init__),
+        (phalanx.DataParallel.__init__, torch.nn.DataParallel.__init__),
         (phalanx.SyncBatchNorm.__init__, torch.nn.SyncBatchNorm.__init__),
         (phalanx.SyncBatchNorm.convert_sync_batchnorm, torch.nn.SyncBatchNorm.convert_sync_batchnorm),
         (phalanx.DistributedDataParallel.join, torch.nn.parallel.DistributedDataParallel.join),

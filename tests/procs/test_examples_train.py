@@ -75,6 +75,7 @@ def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return module
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("example", [IMAGES[0]], indirect=True)
 def test_image_classification_is_stopped_and_goes_on(example: ModuleType, tmp_path: Path) -> None:
     metrics = tmp_path / "runs/images/metrics.csv"
@@ -84,11 +85,23 @@ def test_image_classification_is_stopped_and_goes_on(example: ModuleType, tmp_pa
     assert steps_of(metrics, "loss") == list(range(1, 70))
     assert steps_of(metrics, "accuracy") == [23, 46, 69]
     assert json.loads(metrics.with_name("run.json").read_text())["status"] == "finished"
-    (accuracy,) = re.findall(r"epoch 3: step 69, accuracy ([\d.]+)% over 361 images", written)
+    assert check_images(example, tmp_path, written, "epoch 3: step 69") > 80
+
+
+@pytest.mark.parametrize("example", [IMAGES[0]], indirect=True)
+def test_image_classification_is_evaluated_exactly(example: ModuleType, tmp_path: Path) -> None:
+    written = finished(command(IMAGES[0], "--epochs", "1"), tmp_path)
+    check_images(example, tmp_path, written, "epoch 1: step 23")
+
+
+def check_images(example: ModuleType, folder: Path, written: str, said: str) -> float:
+    """One process finds the same accuracy for the last checkpoint; return it."""
+    (accuracy,) = re.findall(rf"{said}, accuracy ([\d.]+)% over 361 images", written)
     model = example.network()
-    phalanx.checkpoint.load(tmp_path / "runs/images/checkpoints", model=model, step=69, random=False)
+    step = int(said.rpartition(" ")[2])
+    phalanx.checkpoint.load(folder / "runs/images/checkpoints", model=model, step=step, random=False)
     assert float(accuracy) == pytest.approx(100 * accuracy_of(model, example.Digits(True, False)), abs=0.006)
-    assert float(accuracy) > 80
+    return float(accuracy)
 
 
 def accuracy_of(model: torch.nn.Module, data: object) -> float:

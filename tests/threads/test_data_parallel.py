@@ -279,13 +279,31 @@ def test_replicas_run_in_threads_with_the_settings_of_the_caller() -> None:
         assert sorted(seen) == ["replica 0", "replica 1"]
         return set(seen.values())
 
-    x, threads = torch.randn(4, 3), torch.get_num_threads()
+    x = torch.randn(4, 3)
     assert states(x) == {(True, False, False, torch.float32, "cpu")}
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
         assert states(x) == {(False, False, True, torch.float16, "cpu")}
     with torch.inference_mode(), torch.device("meta"):
         assert states(x) == {(False, True, False, torch.float32, "meta")}
-    assert torch.get_num_threads() == threads
+
+
+def test_replicas_share_the_threads_of_the_caller_and_give_them_back() -> None:
+    seen: list[int] = []
+
+    def forward(module: Calls, x: Tensor) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return module.layer(x)
+
+    before, model = torch.get_num_threads(), DataParallel(Calls(forward), replicas=2)
+    try:
+        torch.set_num_threads(6)
+        model(noise(4, 3))
+        new = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        new.start()
+        new.join()
+        assert seen == [3, 3, 6] and torch.get_num_threads() == 6
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_saved_tensors_hooks_of_the_caller_see_what_replicas_save() -> None:
