@@ -209,9 +209,8 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
         elif self._fetched:
             self._take_fetched_buffers()
         if self.options.device_ids is not None:
-            moved, moved_kwargs = _to_kwargs(
-                inputs, kwargs, torch.device("cuda", self.options.device_ids[0]), use_side_stream_for_tensor_copies=False
-            )
+            device = torch.device("cuda", self.options.device_ids[0])
+            moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, use_side_stream_for_tensor_copies=False)
             inputs, kwargs = moved[0], moved_kwargs[0]
         if self._low is not None:
             inputs, kwargs = self._low.lower(inputs, kwargs)
@@ -328,8 +327,8 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
 _NOT_PICKLED = (
     "process_group", "device_mesh", "_group", "_reducer", "_structure", "modules_buffers",
     "named_module_buffers", "_everything", "_join_config",
-    "_surface", "_broadcaster", "_local_cache", "_patterns", "_first_used", "_fetched", "_low", "_in_backward", "_logging",
-    "_guard",
+    "_surface", "_broadcaster", "_local_cache", "_patterns", "_first_used", "_fetched", "_low", "_in_backward",
+    "_logging", "_guard",
 )  # fmt: skip
 
 

@@ -299,6 +299,8 @@ class TorchSurface(Wrapped):
         if not self.modules_buffers:
             return
         self._fetched.clear()
+        # Here too: a rank that has skipped the step, or only follows, has had no forward to set it.
+        self.__dict__["require_forward_param_sync"] = True
         runners = self._reducer.runners
         if not runners or self.buffer_hook is not None or not self.will_sync_module_buffers():
             return

@@ -16,7 +16,12 @@ class GradBucket:
     """One bucket of gradients, with the methods of torch.distributed.GradBucket."""
 
     def __init__(
-        self, index: int, buffer: torch.Tensor, gradients: list[torch.Tensor], parameters: list[torch.Tensor], last: bool
+        self,
+        index: int,
+        buffer: torch.Tensor,
+        gradients: list[torch.Tensor],
+        parameters: list[torch.Tensor],
+        last: bool,
     ) -> None:
         self._index, self._buffer, self._gradients = index, buffer, gradients
         self._parameters, self._last = parameters, last

@@ -351,12 +351,12 @@ class Reducer:
         return partial(self._followed, used, factors, foreign, each, started, takes)
 
     def _followed(
-        self, used: Sequence[int], factors: list[float], foreign: Sequence[int], each: Round, started: float, takes: bool
+        self, used: Sequence[int], factors: list[float], foreign: Sequence[int], each: Round, began: float, takes: bool
     ) -> None:
         self._complete(used, factors, foreign, each, takes)
         self.schedule.followed(each)
         self.weights.leave(bool(self.produced))
-        self.statistics.flushed(started, self.plan)
+        self.statistics.flushed(began, self.plan)
         for call in self.after_flush:
             call()
 

@@ -24,7 +24,8 @@ def reduce(
     mine = gradient.detach().coalesce() if gradient is not None and gradient.is_sparse else None
     dense = gradient is not None and not gradient.is_sparse
     said = [-1 if dense else 0 if mine is None else mine._nnz()]
-    heard = [int.from_bytes(b, "little", signed=True) for b in core.exchange(said[0].to_bytes(8, "little", signed=True))]
+    wires = core.exchange(said[0].to_bytes(8, "little", signed=True))
+    heard = [int.from_bytes(wire, "little", signed=True) for wire in wires]
     if -1 in heard:
         whole = torch.zeros_like(parameter) if gradient is None else gradient.detach().to_dense()
         whole = whole.clone(memory_format=torch.contiguous_format).mul_(scales[core.rank])

@@ -305,14 +305,15 @@ def test_a_call_that_raised_on_some_ranks_does_not_mix_the_slots_of_the_next() -
 # -- gradients -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["shared memory", "gloo", "ring"])
+@pytest.mark.parametrize("kind", ["shared memory", "some keep theirs", "staged", "gloo", "ring"])
 def test_gradients_are_scaled_sums_and_a_rank_of_weight_zero_is_not_read(kind: str) -> None:
     layout = [(torch.float32, 1001), (torch.bfloat16, 64)]
 
     def program(rank: int) -> list[list[float]]:
-        if kind == "shared memory":
+        if kind not in ("gloo", "ring"):
             core = dist.group.WORLD.core
-            store: Any = SharedGradients(rank, 3, core.arena(SharedGradients.bytes_needed(3, layout)), layout)
+            made = StagedGradients if kind == "staged" else SharedGradients
+            store: Any = made(rank, 3, core.arena(made.bytes_needed(3, layout)), layout)
         else:
             store = BackendGradients(dist.new_group([0, 1, 2], backend="phalanx", pg_options=kind), layout)
             core = dist.group.WORLD.core
@@ -323,8 +324,13 @@ def test_gradients_are_scaled_sums_and_a_rank_of_weight_zero_is_not_read(kind: s
             if not scales[rank]:
                 store.own[0].fill_(float("nan"))
             with core.collective(ticket.plain(Operation.GRADIENTS, 0, 0, 1, -1)) as fence:
+                if kind == "staged":
+                    turn = fence.step & 1
+                    for region, own in enumerate(store.own):
+                        store.slot(turn, region).copy_(own)
+                    store.posted(turn)
                 fence()
-                store.reduce([(0, 0, 1000), (1, 3, 64)], scales, fence)
+                store.reduce([(0, 0, 1000), (1, 3, 64)], scales, fence, all_take=kind == "shared memory")
             seen.append([*store.own[0][[0, 999, 1000]].tolist(), *store.own[1][[2, 3, 63]].tolist()])
         return seen
 
