@@ -49,7 +49,9 @@ def test_two_ranks_reach_the_accuracy_and_say_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "world_size"), [(PYTHON, 1), (TORCHRUN, 2)], ids=["python", "torchrun"]
+    ("launcher", "world_size"),
+    [pytest.param(PYTHON, 1, marks=pytest.mark.full), (TORCHRUN, 2)],
+    ids=["python", "torchrun"],
 )
 def test_other_launchers_run_the_same_script(launcher: list[str], world_size: int, tmp_path: Path) -> None:
     written = started([*launcher, str(SCRIPT), "--epochs", "3"], tmp_path)
@@ -80,6 +82,7 @@ def test_spawn_runs_it_from_a_script(tmp_path: Path) -> None:
     assert summary_in(tmp_path, 2)["accuracy"] > 0.85
 
 
+@pytest.mark.full
 def test_spawn_runs_it_from_a_notebook_cell(tmp_path: Path) -> None:
     started([sys.executable, "-"], tmp_path, stdin=NOTEBOOK)
     assert summary_in(tmp_path, 2)["accuracy"] > 0.85

@@ -24,7 +24,7 @@ def ended(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("name", SAYS)
 def test_it_runs_and_says_what_it_has_checked(name: str, ranks: int, tmp_path: Path) -> None:
     run = ended([*RANKS[ranks], str(EXAMPLES / name)], tmp_path)
@@ -41,6 +41,7 @@ def test_the_figures_of_the_classic_program(tmp_path: Path) -> None:
     assert "the ranks still running: weight -1.7500" in written
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "right", "wrong", "complaint"),
     [

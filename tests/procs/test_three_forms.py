@@ -18,7 +18,8 @@ FORMS = ["one process", "split over 2 devices", "DataParallel, 2 replicas", "Dis
          "one process, without BatchNorm", "pipeline of 2 ranks, times {1}"]  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 4])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_the_example_says_that_the_forms_agree(ranks: int, tmp_path: Path) -> None:
     command = [str(BIN / "phalanx"), "run", "-n", str(ranks), str(ROOT / "examples" / "three_forms.py")]
     lines = [line.partition("] ")[2] for line in run_command(command, tmp_path).splitlines()]
