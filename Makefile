@@ -16,8 +16,10 @@ INSTALLED := .venv/installed-$(shell printf '%s' '$(CURDIR)' | cksum | cut -d ' 
 train: $(INSTALLED)
 	$(BIN)/phalanx run -n 2 examples/train_digits.py
 
+# Two halves side by side: most tests wait for something, and a process or two are busy at a time.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	printf '%s\n' "tests/procs tests/peer" "tests/pure tests/threads tests/test_*.py" \
+		| xargs -P 2 -I HALF sh -c '$(BIN)/python -m pytest -q HALF'
 
 ecosystem: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples,ecosystem]'

@@ -72,8 +72,13 @@ def police(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.stash.get(_failed, False):
         return  # Its traceback keeps alive whatever its frames hold.
     until = time.monotonic() + PATIENCE
+    always: set[str] | None = None  # what stays; other processes of this machine come and go
     while left := Holdings.now().more_than(before):
+        always = set(left) if always is None else always & set(left)
+        if not always:
+            return
         if time.monotonic() > until:
+            left = sorted(always)
             pytest.fail("the test leaves behind\n  " + "\n  ".join(left), pytrace=False)
         gc.collect()
         time.sleep(0.02)

@@ -170,6 +170,7 @@ def test_alike_up_to_the_wrap_and_each_with_its_own_stream_afterwards() -> None:
     assert nn.Linear(3, 3).weight.tolist() == first[0]["before"]["weights"], "the weights of a plain manual_seed"
 
 
+@pytest.mark.full
 def test_on_another_number_of_ranks_streams_are_derived_from_the_recorded_seed(tmp_path: Path) -> None:
     def saves(rank: int) -> list[float]:
         phalanx.seed(7)

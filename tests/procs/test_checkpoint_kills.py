@@ -38,6 +38,7 @@ def test_stopped_and_resumed_it_ends_bitwise_equal(tmp_path: Path) -> None:
     check_items(notes, 4)
 
 
+@pytest.mark.full
 def test_on_other_numbers_of_ranks_each_item_is_had_once(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     for n, stop_at in ((2, 4), (1, 6), (2, None)):

@@ -32,6 +32,7 @@ ALL, NOTHING = [True] * 6, [True] + [False] * 5
 SAYS = "phalanx: drop-in: "
 
 
+@pytest.mark.full
 def test_in_ranks_and_in_their_children(launch: Launch) -> None:
     (launch.folder / "names.py").write_text(NAMES)
     code = """
@@ -114,6 +115,7 @@ def python(code: str, folder: Path, **variables: str) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.full
 def test_an_import_replaces_what_the_script_has_imported_before(tmp_path: Path) -> None:
     """What torch's wrapper has pickled loads; rank 0 of the world that the script makes says what is replaced, once."""
     code = NAMES + (
@@ -136,6 +138,7 @@ def test_it_is_there_whatever_is_imported_first(tmp_path: Path) -> None:
     assert python(code, tmp_path, PHALANX_DROPIN="all").stdout == f"{ALL} True\n"
 
 
+@pytest.mark.full
 def test_an_unknown_name_is_said_and_torch_still_imports(tmp_path: Path) -> None:
     code = NAMES + (
         "import os, phalanx\n"

@@ -76,6 +76,7 @@ phalanx.spawn(main, args=(3,), nprocs=2)
 """
 
 
+@pytest.mark.full
 def test_spawn_runs_it_from_a_script(tmp_path: Path) -> None:
     (tmp_path / "spawning.py").write_text(SPAWN)
     started([sys.executable, "spawning.py"], tmp_path)

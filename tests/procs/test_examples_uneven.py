@@ -33,6 +33,7 @@ def test_it_runs_and_says_what_it_has_checked(name: str, ranks: int, tmp_path: P
     assert run.stdout.count(SAYS[name]) == (1 if name == "mixed_precision.py" else 2)  # rank 0 alone speaks
 
 
+@pytest.mark.full
 def test_the_figures_of_the_classic_program(tmp_path: Path) -> None:
     """5 batches of 1 against 10 of 2: five common steps of 1.5, then five of 1 or of 2."""
     written = ended([*RANKS[2], str(EXAMPLES / "uneven_join.py")], tmp_path).stdout
