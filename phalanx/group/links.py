@@ -91,7 +91,7 @@ class Link:
                 self.failed = json.loads(payload)
             elif kind == LEAVING:
                 self.left = True
-            elif self.failed is None:  # what a rank sends after that, it sends as if nothing had happened
+            else:
                 self.boxes[channel].append((kind, sequence, payload))
         rest = data[at:] if at < end else b""
         if len(rest) >= header:
