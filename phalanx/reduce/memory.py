@@ -31,7 +31,6 @@ class Gradients(Protocol):
         scales: Sequence[float],
         fence: Fence,
         takes: bool = True,
-        all_take: bool = False,
     ) -> None:
         """Replace `spans` (k, start, stop) by the scaled sum over ranks, here only if `takes`."""
 
@@ -96,12 +95,11 @@ class Memory:
         scales: Sequence[float],
         fence: Fence,
         takes: bool = True,
-        all_take: bool = False,
     ) -> None:
         """See Gradients.reduce; `spans` name the plan's regions."""
         for store, places in self._stores:
             mine = [(places[region], start, stop) for region, start, stop in spans if region in places]
-            store.reduce(mine, scales, fence, takes, all_take)
+            store.reduce(mine, scales, fence, takes)
 
 
 def _maker(group: PhalanxProcessGroup, region: Region, members: int) -> tuple[type[Gradients], str]:

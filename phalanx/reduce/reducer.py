@@ -226,7 +226,7 @@ class Reducer:
         if not self._posts:
             self._built().post(0, at_home=True)
         spans = self.plan.whole() if len(used) == len(self.named) else self.plan.spans(used)
-        self._built().memory.reduce(spans, factors, fence, takes, all_take=not self.group.core.followers)
+        self._built().memory.reduce(spans, factors, fence, takes)
 
     @property
     def _posts(self) -> bool:

@@ -218,7 +218,6 @@ class BackendGradients:
         scales: Sequence[float],
         fence: Fence,
         takes: bool = True,
-        all_take: bool = False,
     ) -> None:
         """Replace `spans` (region, start, stop) of every rank by sum(scale[r] x region of r).
 

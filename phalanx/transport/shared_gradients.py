@@ -1,7 +1,10 @@
 """Where the gradients of one reducer live when the ranks share memory, and how they are added up.
 
 Large gradients are at home in shared memory: autograd accumulates into this rank's slot, and every rank adds
-up one segment of all slots and writes the sum into all of them, piece by piece while it is in the caches.
+up one segment of all slots, into a result that all copy over their slots when it is complete. Until then every
+contribution is intact, so that a reduction can be repeated after a death. (Writing the sum into all slots at
+once is faster by itself at 25 MiB, and made whole steps slower: the optimizer then finds half of its gradients
+in the other core's caches.)
 
 Small ones, of which a model may have hundreds, are staged: autograd makes them where it likes, which is
 cheaper by far than adding to something that is there; they are copied into a slot, and every rank adds
@@ -18,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from phalanx.transport.protocol import Fence
-from phalanx.transport.reductions import PIECE, scale_into, scale_left, weighted_sum
+from phalanx.transport.reductions import scale_into, scale_left, weighted_sum
 
 Layout = Sequence[tuple[torch.dtype, int]]
 Span = tuple[int, int, int]
@@ -49,7 +52,6 @@ class SharedGradients:
         self.offsets: list[int] = []
         self.memory = arena
         self._moves: dict[tuple[tuple[Span, ...], tuple[float, ...]], list[_Move]] = {}
-        self._pieces: dict[Span, list[list[torch.Tensor]]] = {}
         self._slots: list[list[torch.Tensor]] = []
         self._results: list[torch.Tensor] = []
         at = 0
@@ -70,19 +72,13 @@ class SharedGradients:
         return (size + 1) * sum(_aligned(count * dtype.itemsize) for dtype, count in layout)
 
     def reduce(
-        self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool = True, all_take: bool = False
+        self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool = True
     ) -> None:
         """Replace `spans` of every rank by sum(scale[r] x slot of r), in rank order.
 
         A rank of scale 0 is not read. Equal scales are applied to the sum, so that it is rounded once. A rank
-        that does not take the result keeps what it has; `all_take` says that there is no such rank.
+        that does not take the result keeps what it has.
         """
-        if all_take:
-            for span in spans:
-                for pieces in self._pieces_of(span):
-                    _add_up_everywhere(pieces, scales)
-            fence()
-            return
         moves = self._moves_for(tuple(spans), tuple(scales))
         for move in moves:
             weighted_sum(move.parts, move.scales, move.target)
@@ -93,19 +89,6 @@ class SharedGradients:
     def _segment(self, start: int, stop: int) -> tuple[int, int]:
         length = stop - start
         return start + length * self._rank // self._size, start + length * (self._rank + 1) // self._size
-
-    def _pieces_of(self, span: Span) -> list[list[torch.Tensor]]:
-        """This rank's segment of a span in pieces, each as one view per rank; kept, since spans repeat."""
-        found = self._pieces.get(span)
-        if found is None:
-            if len(self._pieces) > 200:
-                self._pieces.clear()
-            region, start, stop = span
-            low, high = self._segment(start, stop)
-            bounds = [(at, min(at + PIECE, high)) for at in range(low, high, PIECE)]
-            found = [[slot[at:end] for slot in self._slots[region]] for at, end in bounds]
-            self._pieces[span] = found
-        return found
 
     def _moves_for(self, spans: tuple[Span, ...], scales: tuple[float, ...]) -> list[_Move]:
         found = self._moves.get((spans, scales))
@@ -169,7 +152,7 @@ class StagedGradients:
         self._turn = turn
 
     def reduce(
-        self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool = True, all_take: bool = False
+        self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool = True
     ) -> None:
         """See SharedGradients.reduce. Every rank may call this once the fence after posting is passed."""
         for move in self._moves_for(tuple(spans), tuple(scales), self._turn) if takes else ():
@@ -191,18 +174,6 @@ class StagedGradients:
             moves.append(_Move(parts, given, own, own, own, scale_left(given, own.dtype)))
         self._moves[(spans, scales, turn)] = moves
         return moves
-
-
-def _add_up_everywhere(pieces: Sequence[torch.Tensor], scales: Sequence[float]) -> None:
-    """Replace each of `pieces`, one per rank, by the scaled sum of all."""
-    parts = [piece for piece, scale in zip(pieces, scales, strict=True) if scale]
-    given = [scale for scale in scales if scale]
-    target = parts[0] if parts else pieces[0]  # read first, so that nothing is overwritten before it is read
-    weighted_sum(parts, given, target)
-    scale_into(target, scale_left(given, target.dtype), target)
-    for piece in pieces:
-        if piece is not target:
-            piece.copy_(target)
 
 
 def _total(layout: Layout) -> int:
