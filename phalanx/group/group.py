@@ -32,7 +32,6 @@ from phalanx.transport.reductions import Reduction
 
 _REDUCTIONS = {int(reduction): reduction.name for reduction in Reduction}
 _EXPLAIN_SECONDS = 2.0
-_WAIT_COUNTS_FROM = 20e-6
 
 
 Rest = Callable[[], None] | None
@@ -56,7 +55,6 @@ class Group:
         self.sequence = 0
         self.lock = threading.RLock()
         self.same_host = True
-        self.wait_seconds = 0.0
         self.since = self.until = 0.0  # when the last round began and ended: it waits where it has not ended
         self.awaiting = 0  # the first place that the present round waits for
         self.long: LongWait | None = None  # the last wait that was long
@@ -225,9 +223,6 @@ class Group:
         self.until = time.perf_counter()
         if (recorder := tracing.recorder) is not None:
             recorder.waited(self, self._doing, kind, started, self.until)
-        waited = self.until - started
-        if waited > _WAIT_COUNTS_FROM:
-            self.wait_seconds += waited
 
     def _out_of_step(self, place: int, kind: int, sequence: int, payload: bytes) -> Exception:
         other = f"step {sequence} of this group"

@@ -1,9 +1,9 @@
 """Time the reduction of gradient buckets by size: what a training step pays once backward has ended.
 
-Phalanx's gradients already lie where the transport reads them, so nothing is packed or copied in; the
-call is the reducer's whole flush: tickets, reduction, commit, results back in every gradient. Against
-it stands Gloo's all-reduce of a bucket of the same size, which is what torch's reducer waits for (its
-division by the number of ranks is not counted).
+Phalanx's large gradients already lie where the transport reads them, so nothing is packed or copied in; small
+ones (up to 32 KiB on average) are copied into a slot, which is timed here too. The call is the reducer's whole
+flush: tickets, reduction, commit, results back in every gradient. Against it stands Gloo's all-reduce of a bucket
+of the same size, which is what torch's reducer waits for (its division by the number of ranks is not counted).
 """
 
 from __future__ import annotations

@@ -44,8 +44,6 @@ class _Move(NamedTuple):
 class SharedGradients:
     """A slot per rank and one result area, for each dtype. `own` are this rank's slots."""
 
-    staged = False
-
     def __init__(self, rank: int, size: int, arena: mmap.mmap, layout: Layout) -> None:
         self._rank, self._size = rank, size
         self.own: list[torch.Tensor] = []
@@ -69,7 +67,7 @@ class SharedGradients:
     @staticmethod
     def bytes_needed(size: int, layout: Layout) -> int:
         """How large the arena must be for `size` ranks. Only touched pages become real."""
-        return (size + 1) * sum(_aligned(count * dtype.itemsize) for dtype, count in layout)
+        return (size + 1) * _total(layout)
 
     def reduce(
         self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool = True
@@ -110,8 +108,6 @@ class SharedGradients:
 
 class StagedGradients:
     """Two slots per rank, for contributions, and memory of this rank's own, for results, for each dtype."""
-
-    staged = True
 
     def __init__(self, rank: int, size: int, arena: mmap.mmap | None, layout: Layout) -> None:
         self._rank, self._size = rank, size
