@@ -84,9 +84,7 @@ def _one_step(case: Case, net: Net, step: int, records: list[Record]) -> None:
             parameter.grad /= count
 
 
-def _micro_step(
-    case: Case, net: Net, used: list[tuple[int, int]], seen: list[tuple[int, int]]
-) -> None:
+def _micro_step(case: Case, net: Net, used: list[tuple[int, int]], seen: list[tuple[int, int]]) -> None:
     """Add the gradients of the batches that the ranks work on at the same time, as one batch."""
     if case.normalises and not sum(case.sizes[rank][i] for rank, i in seen):
         if seen:

@@ -1,9 +1,9 @@
 """What goes into a checkpoint, taken from the user's objects: tensors by file and name, the rest as JSON.
 
-    model.safetensors      the weights, by their names in the plain module
-    optimizer.safetensors  the optimizer's tensors, numbered
-    state.safetensors      the tensors of everything else, numbered
-    state.json             all that is no tensor, with numbers in place of tensors
+model.safetensors      the weights, by their names in the plain module
+optimizer.safetensors  the optimizer's tensors, numbered
+state.safetensors      the tensors of everything else, numbered
+state.json             all that is no tensor, with numbers in place of tensors
 """
 
 from __future__ import annotations

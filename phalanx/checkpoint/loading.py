@@ -272,4 +272,3 @@ def _moved(value: Any, device: torch.device | str) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_moved(item, device) for item in value)
     return value
-

@@ -95,7 +95,6 @@ class StreamFeed:
         self.last = _StreamReceiver(self)
         return self.last
 
-
     def state_dict(self, group: dist.ProcessGroup | None) -> state.State:
         """The whole state. Collective."""
         return state.gathered(self.local_state_dict(), self._unknown, group)

@@ -52,9 +52,7 @@ class Adapter(dist.ProcessGroup):
     supports_coalescing = False
     supports_time_estimate = False
 
-    def __init__(
-        self, core: Group, kind: str, transport: Transport, store: dist.Store, owns_board: bool
-    ) -> None:
+    def __init__(self, core: Group, kind: str, transport: Transport, store: dist.Store, owns_board: bool) -> None:
         super().__init__(core.rank, core.size)  # type: ignore[call-arg]  # the stubs know another constructor only
         self.core, self.board, self.transport = core, core.board, transport
         self.transport_kind = kind
@@ -113,9 +111,7 @@ class Adapter(dist.ProcessGroup):
         pending = PendingWork(result, body.__name__, self.core.rank)
         return self._noted(self._worker.submit(lambda: self._run(seconds, body, wire, arguments), pending))
 
-    def _run(
-        self, seconds: float | None, body: Callable[..., None], wire: bytes, arguments: Sequence[Any]
-    ) -> None:
+    def _run(self, seconds: float | None, body: Callable[..., None], wire: bytes, arguments: Sequence[Any]) -> None:
         if seconds is None:
             body(wire, *arguments)
             return
@@ -181,9 +177,7 @@ class Adapter(dist.ProcessGroup):
         """Receive a tensor from whichever rank sends one with this tag."""
         tensor = self._message(tensors, [], tag, "recv")
         if not tensor.is_cpu:
-            raise arguments.ArgumentError(
-                "recv from any source: NCCL cannot; name the source of CUDA tensors"
-            )
+            raise arguments.ArgumentError("recv from any source: NCCL cannot; name the source of CUDA tensors")
         peers = [place for place in range(self.core.size) if place != self.core.rank] or [self.core.rank]
         with self._message_event("recvAnySource", tensor):
             return self._noted(self._messages.receive(tensor, peers, tag))

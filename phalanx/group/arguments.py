@@ -71,13 +71,10 @@ def alike(tensors: Sequence[Tensor], model: Tensor, call: str) -> None:
     for index, tensor in enumerate(tensors):
         dense(tensor, call)
         if tensor.dtype is not dtype:
-            raise ArgumentError(
-                f"{call}: invalid tensor type at index {index} (expected {dtype}, got {tensor.dtype})"
-            )
+            raise ArgumentError(f"{call}: invalid tensor type at index {index} (expected {dtype}, got {tensor.dtype})")
         if tensor.numel() != count:
             raise ArgumentError(
-                f"{call}: invalid tensor size at index {index} (expected {list(model.shape)}, "
-                f"got {list(tensor.shape)})"
+                f"{call}: invalid tensor size at index {index} (expected {list(model.shape)}, got {list(tensor.shape)})"
             )
 
 
@@ -98,8 +95,7 @@ def per_rank(lists: Sequence[Any], size: int, call: str, which: str) -> Sequence
         lists = [lists]
     if len(lists) != 1:
         raise ArgumentError(
-            f"{call}: requires a single-element {which} list containing a list with {size} tensors, "
-            f"got {len(lists)}"
+            f"{call}: requires a single-element {which} list containing a list with {size} tensors, got {len(lists)}"
         )
     if len(lists[0]) != size:
         raise ArgumentError(
@@ -143,9 +139,7 @@ def splits(sizes: Sequence[int], tensor: Tensor, size: int, call: str) -> list[i
             )
         return [tensor.numel() // size] * size
     if len(sizes) != size:
-        raise ArgumentError(
-            f"{call}: Number of tensor splits not equal to group size: {len(sizes)} and {size}"
-        )
+        raise ArgumentError(f"{call}: Number of tensor splits not equal to group size: {len(sizes)} and {size}")
     if sum(sizes) != rows:
         raise ArgumentError(f"{call}: Split sizes doesn't match total dim 0 size: {list(sizes)}, {rows} rows")
     per_row = tensor.numel() // rows if rows else 0

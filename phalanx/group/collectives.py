@@ -63,9 +63,7 @@ class Collectives:
             self.core.tickets(wire)
             self.core.fence()
 
-    def reduce(
-        self, wire: bytes, tensor: Tensor, reduction: Reduction, root: int, factor: Any = None
-    ) -> None:
+    def reduce(self, wire: bytes, tensor: Tensor, reduction: Reduction, root: int, factor: Any = None) -> None:
         """Combine `tensor` of all ranks into that of `root` (-1: of all)."""
         copies: Copies = []
         flat = laid_out(tensor, copies)
@@ -81,9 +79,7 @@ class Collectives:
         if root in (-1, self.rank):
             _copy_back(copies)
 
-    def reduce_many(
-        self, wire: bytes, tensors: Sequence[Tensor], reduction: Reduction, factor: Any = None
-    ) -> None:
+    def reduce_many(self, wire: bytes, tensors: Sequence[Tensor], reduction: Reduction, factor: Any = None) -> None:
         """Combine several tensors of one dtype, as one."""
         whole = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         if factor is not None:
@@ -166,14 +162,10 @@ class Collectives:
         else:
             output = torch.cat([output.detach().reshape(-1) for output, _ in calls])
             parts = [
-                torch.cat([inputs[place].detach().reshape(-1) for _, inputs in calls])
-                for place in range(self.size)
+                torch.cat([inputs[place].detach().reshape(-1) for _, inputs in calls]) for place in range(self.size)
             ]
             pieces = output.split([each.numel() for each, _ in calls])
-            copies = [
-                (piece.view(each.shape), each.detach())
-                for piece, (each, _) in zip(pieces, calls, strict=True)
-            ]
+            copies = [(piece.view(each.shape), each.detach()) for piece, (each, _) in zip(pieces, calls, strict=True)]
         if factor is not None:
             parts = [part * factor for part in parts]
         with self.core.collective(wire) as fence:

@@ -67,17 +67,13 @@ def transport_for(core: Group, store: dist.Store, kind: str = AUTO) -> Transport
         )
     everywhere = all(can for _, can in said)
     if kind == SHARED_MEMORY and not everywhere:
-        raise MisuseError(
-            "transport='shared memory' for ranks on several hosts", "transport='auto'", core.rank
-        )
+        raise MisuseError("transport='shared memory' for ranks on several hosts", "transport='auto'", core.rank)
     if kind in (AUTO, SHARED_MEMORY) and everywhere:
         return SharedMemory(core.rank, core.size, core.arena(arena_bytes(core.size)))
     if kind == RING:
         return Ring(core.rank, core.size, Messages(core, RING_CHANNEL))
     if kind == AUTO and core.rank == 0:
-        _say_once(
-            "CPU tensors travel over gloo: not all ranks of %s are on one host and share memory", core.name
-        )
+        _say_once("CPU tensors travel over gloo: not all ranks of %s are on one host and share memory", core.name)
     timeout = timedelta(seconds=core.timeout)
     store = dist.PrefixStore("gloo", store)
     return Backend(inner_group("gloo", store, core.rank, core.size, timeout, core.members, core.address), "gloo")

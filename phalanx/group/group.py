@@ -163,9 +163,7 @@ class Group:
 
     def has_begun(self) -> bool:
         """Whether some other rank's ticket for the next collective is here."""
-        return any(
-            box and box[0][0] == TICKET and box[0][1] > self.sequence for _, _, box in self._peers
-        )
+        return any(box and box[0][0] == TICKET and box[0][1] > self.sequence for _, _, box in self._peers)
 
     def has_arrived(self) -> bool:
         """Whether every other rank's ticket for the present collective is here."""

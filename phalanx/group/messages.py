@@ -199,9 +199,7 @@ class _More:
 class Receive(Work):
     """A posted receive."""
 
-    def __init__(
-        self, messages: Messages, tensor: Tensor, places: Sequence[int], tag: int, rank: int
-    ) -> None:
+    def __init__(self, messages: Messages, tensor: Tensor, places: Sequence[int], tag: int, rank: int) -> None:
         super().__init__()
         self.places, self.tag = tuple(places), tag
         self.bound: int | None = None
@@ -228,9 +226,7 @@ class Receive(Work):
                 self._rank: f"recv({tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}, "
                 f"src={place}, tag={self.tag}) at {self._site}",
             }
-            hint = (
-                "The receiver must pass a tensor of the dtype and number of elements that the sender sends."
-            )
+            hint = "The receiver must pass a tensor of the dtype and number of elements that the sender sends."
             self._error = RankMismatchError(calls, self._rank, hint)
         else:
             copies: Copies = []
@@ -297,9 +293,7 @@ class Receive(Work):
         """Return a future of the tensor; a thread waits for it."""
         if self._future is None:
             self._future = Future()
-            threading.Thread(
-                target=self._complete, args=(self._future,), name="phalanx recv", daemon=True
-            ).start()
+            threading.Thread(target=self._complete, args=(self._future,), name="phalanx recv", daemon=True).start()
         return self._future
 
     def _complete(self, future: Future[Any]) -> None:
@@ -325,7 +319,5 @@ def _unless_filled(receive: weakref.ref[Any], members: Sequence[int]) -> Sequenc
 def checked_tag(tag: int) -> int:
     """Refuse a tag that cannot be sent."""
     if not 0 <= tag < 1 << 32:
-        raise MisuseError(
-            f"send or recv with tag={tag}: Tag must be nonnegative", "a tag from 0 to 2**32 - 1"
-        )
+        raise MisuseError(f"send or recv with tag={tag}: Tag must be nonnegative", "a tag from 0 to 2**32 - 1")
     return tag

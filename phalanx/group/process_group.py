@@ -99,9 +99,7 @@ class PhalanxProcessGroup(Reducing):
         calls = []
         for place, tensor in enumerate(inputs):
             if any(len(row) != len(inputs) for row in outputs):
-                raise ArgumentError(
-                    "allgather_coalesced: invalid output size: one tensor for each input tensor"
-                )
+                raise ArgumentError("allgather_coalesced: invalid output size: one tensor for each input tensor")
             arguments.alike([row[place] for row in outputs], tensor, "allgather_coalesced")
             calls.append(([row[place] for row in outputs], tensor))
         nccl = ("allgather_coalesced", outputs, inputs, opts)
@@ -213,9 +211,7 @@ class PhalanxProcessGroup(Reducing):
         copies: Copies | None = None,
     ) -> Work:
         head = plain(Operation.ALL_TO_ALL, 0, code(inputs[0], "all_to_all"), 0, -1)
-        return self._launch(
-            opts, result, inputs[0], head, nccl, self.collectives.all_to_all, inputs, outputs, copies
-        )
+        return self._launch(opts, result, inputs[0], head, nccl, self.collectives.all_to_all, inputs, outputs, copies)
 
     # -- barriers -----------------------------------------------------------------------
 

@@ -35,9 +35,7 @@ class Reducing(Adapter):
         if (
             type(opts) is AllreduceOptions
             and len(tensors) == 1
-            and not (
-                self._worker.pending or self._coalesced is not None or self._ends.closed or self.board.closed
-            )
+            and not (self._worker.pending or self._coalesced is not None or self._ends.closed or self.board.closed)
             and not opts.asyncOp
             and opts.timeout == _UNSET
             and not profiling.is_on()
@@ -73,9 +71,7 @@ class Reducing(Adapter):
         reduction, factor = self._reduction(opts.reduceOp, tensor)
         wire = plain(_ALL_REDUCE, reduction, code(tensor, "all_reduce"), tensor.numel(), -1)
         nccl = ("allreduce", [tensor], opts)
-        return self._launch(
-            opts, [tensor], tensor, wire, nccl, self.collectives.reduce, tensor, reduction, -1, factor
-        )
+        return self._launch(opts, [tensor], tensor, wire, nccl, self.collectives.reduce, tensor, reduction, -1, factor)
 
     def _all_reduce_sparse(self, tensor: Tensor, opts: AllreduceOptions) -> Work:
         reduction, _ = reduction_of(opts.reduceOp)
@@ -85,9 +81,7 @@ class Reducing(Adapter):
                 f"with ReduceOp.SUM and the COO layout), got {tensor.layout} and {reduction.name}"
             )
         tag = 1 + tensor.sparse_dim()
-        wire = plain(
-            Operation.ALL_REDUCE_SPARSE, reduction, code(tensor, "all_reduce"), tensor.shape.numel(), -1, tag
-        )
+        wire = plain(Operation.ALL_REDUCE_SPARSE, reduction, code(tensor, "all_reduce"), tensor.shape.numel(), -1, tag)
         nccl = ("allreduce", [tensor], opts)
         return self._launch(opts, [tensor], tensor, wire, nccl, self.collectives.reduce_sparse, tensor)
 
@@ -151,9 +145,7 @@ class Reducing(Adapter):
         arguments.same_lengths(outputs, inputs, "reduce_scatter_tensor_coalesced")
         arguments.one_type(outputs, "reduce_scatter_tensor_coalesced")
         nccl = ("reduce_scatter_tensor_coalesced", list(outputs), list(inputs), opts)
-        return self._reduce_scatter(
-            [self._scattered(*pair) for pair in zip(outputs, inputs, strict=True)], opts, nccl
-        )
+        return self._reduce_scatter([self._scattered(*pair) for pair in zip(outputs, inputs, strict=True)], opts, nccl)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
@@ -161,9 +153,7 @@ class Reducing(Adapter):
         arguments.stacked(whole, output, self.core.size, "reduce_scatter_tensor", ("input", "output"))
         return output, whole.detach().reshape(self.core.size, output.numel()).unbind(0)
 
-    def _reduce_scatter(
-        self, calls: Sequence[tuple[Tensor, Sequence[Tensor]]], opts: Any, nccl: Nccl
-    ) -> Work:
+    def _reduce_scatter(self, calls: Sequence[tuple[Tensor, Sequence[Tensor]]], opts: Any, nccl: Nccl) -> Work:
         outputs = [output for output, _ in calls]
         reduction, factor = self._reduction(opts.reduceOp, outputs[0])
         wire = plain(

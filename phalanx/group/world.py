@@ -35,9 +35,7 @@ _stores: dict[tuple[Place, int], dist.TCPStore] = {}
 _before_shutdown: list[Callable[[], object]] = []
 
 
-def init(
-    backend: str = "phalanx", timeout: float | timedelta | None = None, slow_after: float | None = None
-) -> None:
+def init(backend: str = "phalanx", timeout: float | timedelta | None = None, slow_after: float | None = None) -> None:
     """Join the world that the launcher made. Collective: every rank, once.
 
     Without a launcher the world is this process alone, and everything works. If torch.distributed is
@@ -183,8 +181,7 @@ def _serve(place: Place, seconds: float) -> dist.TCPStore:
         if errno.errorcode[errno.EADDRINUSE] not in str(error):
             raise
         raise MisuseError(
-            f"rank 0 cannot open its store: port {place.master_port} ({place.port_from}) is in use "
-            "by another program",
+            f"rank 0 cannot open its store: port {place.master_port} ({place.port_from}) is in use by another program",
             "another MASTER_PORT, or `phalanx run`, which finds a free one",
             place.rank,
         ) from None

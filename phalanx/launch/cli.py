@@ -46,9 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
-    parser.add_argument(
-        "args", nargs=argparse.REMAINDER, help="its arguments; --help after a command shows them"
-    )
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments; --help after a command shows them")
     given = parser.parse_args(argv)
     command = COMMANDS[given.command]
     code: int = getattr(importlib.import_module(command.module), command.function)(given.args)

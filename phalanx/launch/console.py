@@ -98,9 +98,7 @@ class Console:
 
     def preview_due(self) -> float | None:
         """When `preview` has something to do, or None."""
-        times = [
-            due for channel in self.channels for stream in channel.streams if (due := stream.preview_due())
-        ]
+        times = [due for channel in self.channels for stream in channel.streams if (due := stream.preview_due())]
         return min(times, default=None)
 
     def preview(self) -> None:

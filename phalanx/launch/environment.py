@@ -323,9 +323,7 @@ def _integer(env: Mapping[str, str], name: str, least: int, default: int | None 
     text = env.get(name)
     if text is None:
         if default is None:
-            raise MisuseError(
-                f"{name} is not set, and this process's place in the world is unknown without it"
-            )
+            raise MisuseError(f"{name} is not set, and this process's place in the world is unknown without it")
         return default
     try:
         value = int(text)

@@ -147,9 +147,7 @@ def _parser() -> Parser:
     )
     for name, row in _OPTIONS.items():
         parser.add_argument(*(["-n"] if name == "--ranks" else []), name, **row)
-    parser.add_argument(
-        "-m", dest="is_module", action="store_true", help="the target is a module, as for python -m"
-    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="the target is a module, as for python -m")
     parser.add_argument("target", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -216,9 +214,7 @@ def _check_hosts(parser: Parser, given: argparse.Namespace) -> None:
     if given.nnodes < 1:
         parser.error(f"--nnodes {given.nnodes}: at least 1 host")
     if not 0 <= given.node_rank < given.nnodes:
-        parser.error(
-            f"--node-rank {given.node_rank}: must be 0 to {given.nnodes - 1} with --nnodes {given.nnodes}"
-        )
+        parser.error(f"--node-rank {given.node_rank}: must be 0 to {given.nnodes - 1} with --nnodes {given.nnodes}")
     if given.nnodes > 1 and not given.master_addr:
         parser.error(f"--nnodes {given.nnodes} needs --master-addr, the address of host 0")
     if given.master_port is not None and not 0 < given.master_port < 65536:

@@ -122,9 +122,7 @@ class Stream:
 
     def preview_due(self) -> float | None:
         """When `preview` has something to do, or None."""
-        if len(self.pending) <= self._previewed or (
-            len(self.pending) > _PREVIEW_LIMIT and b"\r" not in self.pending
-        ):
+        if len(self.pending) <= self._previewed or (len(self.pending) > _PREVIEW_LIMIT and b"\r" not in self.pending):
             return None
         owner = self.sink.owner
         if owner is not None and owner is not self:

@@ -121,9 +121,7 @@ class Outcome:
             "command": list(self.command),
             "seconds": round(self.seconds, 3),
             "exit_code": self.exit_code,
-            "interrupted_by": None
-            if self.interrupted_by is None
-            else signal.Signals(self.interrupted_by).name,
+            "interrupted_by": None if self.interrupted_by is None else signal.Signals(self.interrupted_by).name,
             "first_failure": None if first is None else first.rank,
             "left_early": [ending.rank for ending in left_early(self.endings)],
             "likely_out_of_memory": bool(first and self.memory_kills.any and self._memory_hint(first)),

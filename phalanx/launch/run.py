@@ -133,9 +133,7 @@ def _supervisor(course: Course, console: Console) -> Supervisor:
         raise StartError(f"no folder for the run's own files: {error}") from None
 
 
-def _start_all(
-    options: Options, places: Sequence[Place], supervisor: Supervisor, logs: Mapping[int, str]
-) -> None:
+def _start_all(options: Options, places: Sequence[Place], supervisor: Supervisor, logs: Mapping[int, str]) -> None:
     try:
         supervisor.start([_start(options, place, supervisor, logs.get(place.rank)) for place in places])
     except OSError as error:

@@ -35,9 +35,7 @@ from phalanx.launch.supervisor import Start, Supervisor
 from phalanx.launch.verdict import Ending, first_failure, left_early
 
 _GRACE = 5.0
-_CHILD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.launch.spawned import main; main()"
-)
+_CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.launch.spawned import main; main()"
 
 
 class SpawnError(PhalanxError):
@@ -137,12 +135,7 @@ class SpawnedRanks:
             except KeyboardInterrupt as error:
                 interrupt = error
                 self._supervisor.send(self._supervisor.course.interrupted(signal.SIGINT, time.monotonic()))
-            if (
-                interrupt is None
-                and until is not None
-                and time.monotonic() >= until
-                and self._supervisor.running
-            ):
+            if interrupt is None and until is not None and time.monotonic() >= until and self._supervisor.running:
                 return False
         self._supervisor.finish()
         endings = self._supervisor.endings()
@@ -175,14 +168,10 @@ class SpawnedRanks:
                 for ending in endings
                 if ending is not first
             ]
-            raise SpawnError(
-                "; ".join([f"spawn: rank {first.rank} failed first: {first.describe()}", *others]), first
-            )
+            raise SpawnError("; ".join([f"spawn: rank {first.rank} failed first: {first.describe()}", *others]), first)
         stopped = [ending for ending in endings if ending.stopped is not None]
         if stopped:
-            where = [
-                f"rank {ending.rank}" + (f" in {ending.doing}" if ending.doing else "") for ending in stopped
-            ]
+            where = [f"rank {ending.rank}" + (f" in {ending.doing}" if ending.doing else "") for ending in stopped]
             raise SpawnError(f"spawn: still running after timeout={self._timeout:g} s: " + ", ".join(where))
 
     def _start(self, fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, tied: bool) -> None:
@@ -213,9 +202,7 @@ class SpawnedRanks:
                 launcher=Launcher.PHALANX,
                 run_id=run_id,
             )
-            described = json.dumps(
-                [self._supervisor.run_dir, rank, os.getpid() if tied else None, payload, tracker]
-            )
+            described = json.dumps([self._supervisor.run_dir, rank, os.getpid() if tied else None, payload, tracker])
             argv = [
                 os.fsdecode(mp_spawn.get_executable()),
                 "-u",
@@ -262,7 +249,9 @@ class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     """cloudpickle, with what multiprocessing and torch know about pickling for a child."""
 
     dispatch_table = ChainMap(
-        {}, ForkingPickler._extra_reducers, cloudpickle.Pickler.dispatch_table  # type: ignore[attr-defined]
+        {},
+        ForkingPickler._extra_reducers,
+        cloudpickle.Pickler.dispatch_table,  # type: ignore[attr-defined]
     )
 
 

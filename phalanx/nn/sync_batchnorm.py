@@ -119,9 +119,7 @@ class SyncBatchNorm(AcrossReplicas, _TorchSyncBatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
     @classmethod
-    def convert_sync_batchnorm(
-        cls, module: nn.Module, process_group: dist.ProcessGroup | None = None
-    ) -> nn.Module:
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
         """Put this class in the place of every BatchNorm (and torch's SyncBatchNorm) in `module`.
 
         Returns `module`, or the new layer if `module` is itself a BatchNorm. A new layer shares parameters,

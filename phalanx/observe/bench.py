@@ -125,12 +125,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("-n", "--ranks", type=_positive, default=2, help="ranks on this host (default 2)")
-    add("--models", type=_names(WORKLOADS), metavar="A,B",
-        help=f"models to train (default: {','.join(WORKLOADS)}; for memory {','.join(MEMORY_MODELS)})")
-    add("--what", type=_names(KINDS), default=list(KINDS), metavar="A,B",
-        help=f"kinds of measurement (default: {','.join(KINDS)})")
-    add("--variants", type=_names(VARIANTS), default=[OURS], metavar="A,B",
-        help=f"measured beside {LOCAL} and {BASELINE} (default: {OURS}; known: {','.join(VARIANTS)})")
+    add(
+        "--models",
+        type=_names(WORKLOADS),
+        metavar="A,B",
+        help=f"models to train (default: {','.join(WORKLOADS)}; for memory {','.join(MEMORY_MODELS)})",
+    )
+    add(
+        "--what",
+        type=_names(KINDS),
+        default=list(KINDS),
+        metavar="A,B",
+        help=f"kinds of measurement (default: {','.join(KINDS)})",
+    )
+    add(
+        "--variants",
+        type=_names(VARIANTS),
+        default=[OURS],
+        metavar="A,B",
+        help=f"measured beside {LOCAL} and {BASELINE} (default: {OURS}; known: {','.join(VARIANTS)})",
+    )
     add("--quick", action="store_true", help="few rounds: to see that it runs, not for figures")
     add("--json", type=Path, metavar="FILE", help="write the results to FILE as well")
     add("--torch-only", action="store_true", help="leave Phalanx out: measure torch alone")

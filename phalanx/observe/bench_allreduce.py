@@ -54,9 +54,7 @@ def all_reduce_case(name: str, group: dist.ProcessGroup, tensor: Tensor) -> Cont
     return Contender(name, tensor, lambda: dist.all_reduce(tensor, group=group))
 
 
-def compare(
-    ranks: Ranks, size: int, contenders: Sequence[Contender], quick: bool
-) -> dict[str, Any]:
+def compare(ranks: Ranks, size: int, contenders: Sequence[Contender], quick: bool) -> dict[str, Any]:
     """Check the contenders, time them in turn and return the JSON entry of `size` bytes. Collective."""
     for contender in contenders:
         _check(ranks, contender)

@@ -29,9 +29,7 @@ STEPS = 4
 PLAIN = VARIANTS[LOCAL]
 
 
-def measure_memory(
-    names: Sequence[str], variants: Sequence[Variant], size: int
-) -> list[dict[str, Any]]:
+def measure_memory(names: Sequence[str], variants: Sequence[Variant], size: int) -> list[dict[str, Any]]:
     """Measure the workloads `names` on `size` ranks, each variant apart; return a JSON entry for each.
 
     Linux only: reads /proc. An entry's `allowed_host_bytes` is what the baseline holds on the host
@@ -40,13 +38,8 @@ def measure_memory(
     return [_measure_workload(WORKLOADS[name], variants, size) for name in names]
 
 
-def _measure_workload(
-    workload: Workload, variants: Sequence[Variant], size: int
-) -> dict[str, Any]:
-    held = {
-        variant.name: measure_on_ranks(_measure_variant, (workload.name, variant), size)
-        for variant in variants
-    }
+def _measure_workload(workload: Workload, variants: Sequence[Variant], size: int) -> dict[str, Any]:
+    held = {variant.name: measure_on_ranks(_measure_variant, (workload.name, variant), size) for variant in variants}
     model = workload.build(0)
     copy = sum(p.numel() * p.element_size() for p in model.parameters())
     entry: dict[str, Any] = {

@@ -58,9 +58,7 @@ def count_parameters(model: nn.Module) -> int:
 
 def digits_mlp() -> nn.Module:
     """Return a perceptron on 8x8 images: 29,610 parameters."""
-    return nn.Sequential(
-        nn.Linear(64, 224), nn.ReLU(), nn.Linear(224, 64), nn.ReLU(), nn.Linear(64, 10)
-    )
+    return nn.Sequential(nn.Linear(64, 224), nn.ReLU(), nn.Linear(224, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def _digits_batch(generator: torch.Generator) -> Batch:

@@ -81,16 +81,12 @@ class Reference:
         self.optimizer.step()
 
 
-def measure_steps(
-    ranks: Ranks, names: Sequence[str], variants: Sequence[Variant], quick: bool
-) -> list[dict[str, Any]]:
+def measure_steps(ranks: Ranks, names: Sequence[str], variants: Sequence[Variant], quick: bool) -> list[dict[str, Any]]:
     """Measure the workloads `names` under `variants` and return a JSON entry for each. Collective."""
     return [_measure_workload(ranks, WORKLOADS[name], variants, quick) for name in names]
 
 
-def _measure_workload(
-    ranks: Ranks, workload: Workload, variants: Sequence[Variant], quick: bool
-) -> dict[str, Any]:
+def _measure_workload(ranks: Ranks, workload: Workload, variants: Sequence[Variant], quick: bool) -> dict[str, Any]:
     ranks.say(f"step time: {workload.name}")
     trainers = [Trainer(workload, variant, ranks) for variant in variants]
     agreement = _check(ranks, workload, trainers)
@@ -111,9 +107,7 @@ def _measure_workload(
     }
 
 
-def _rounds(
-    ranks: Ranks, trainers: Sequence[Trainer], block: int, rounds: int
-) -> dict[str, list[float]]:
+def _rounds(ranks: Ranks, trainers: Sequence[Trainer], block: int, rounds: int) -> dict[str, list[float]]:
     mine: dict[str, list[float]] = {t.variant.name: [] for t in trainers}
     for number in range(rounds):
         for place in order_of_round(number, len(trainers)):

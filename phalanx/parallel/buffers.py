@@ -90,9 +90,7 @@ def broadcast(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], root:
         received.put()
 
 
-def _received(
-    group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], root: int, tag: int
-) -> Iterator[Received]:
+def _received(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], root: int, tag: int) -> Iterator[Received]:
     core = group.core
     if core.size == 1:
         return

@@ -92,9 +92,7 @@ class Join(TorchJoin):
                         'torch.distributed.init_process_group("phalanx"), or phalanx.init()', self._core.rank,
                     )  # fmt: skip
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if not self._models:
             super().__exit__(kind, error, at)
             return

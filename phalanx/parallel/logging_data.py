@@ -128,5 +128,3 @@ class LoggingData:
             "prev_iteration_grad_ready_order_indices": ", ".join(map(str, order)),
             "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, b.members)) for b in plan.buckets),
         }
-
-

@@ -248,9 +248,7 @@ class TorchSurface(Wrapped):
         annotations = getattr(hook, "__annotations__", {})
         bucket = annotations.get("bucket")
         if bucket not in (None, dist.GradBucket, "dist.GradBucket", "GradBucket"):
-            self._log_and_throw(
-                ValueError, "Communication hook: bucket annotation should be dist.GradBucket."
-            )
+            self._log_and_throw(ValueError, "Communication hook: bucket annotation should be dist.GradBucket.")
         returned = annotations.get("return")
         if returned is not None and not isinstance(returned, str):
             if returned not in (torch.futures.Future[torch.Tensor], torch.futures.Future):

@@ -105,9 +105,7 @@ def _ended(task: int) -> None:
     handle = outer.register_hook(lambda *_: _outer_node_done(waiting, handle))
 
 
-def _outer_node_done(
-    waiting: dict[int, weakref.ref[Listener]], handle: torch.utils.hooks.RemovableHandle
-) -> None:
+def _outer_node_done(waiting: dict[int, weakref.ref[Listener]], handle: torch.utils.hooks.RemovableHandle) -> None:
     handle.remove()
     for listener in _living(waiting):
         arm(listener)

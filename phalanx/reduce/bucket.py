@@ -118,9 +118,7 @@ class HookRunner:
             )  # fmt: skip
         return value
 
-    def _place(
-        self, plan: Plan, memory: Memory, bucket: Bucket, wanted: set[int], result: torch.Tensor
-    ) -> None:
+    def _place(self, plan: Plan, memory: Memory, bucket: Bucket, wanted: set[int], result: torch.Tensor) -> None:
         flat = result.detach().reshape(-1)
         own = memory.own[bucket.region]
         for _, start, stop in plan.spans(i for i in bucket.members if i in wanted):

@@ -64,8 +64,7 @@ def compare_models(group: PhalanxProcessGroup, entries: Sequence[Entry], fingerp
     if odd is not None:
         # The beginning of this sentence is torch's: code matches on it.
         what += (
-            f"Rank {core.rank} has {counts[core.rank]} params, while rank {odd} has inconsistent "
-            f"{counts[odd]} params; "
+            f"Rank {core.rank} has {counts[core.rank]} params, while rank {odd} has inconsistent {counts[odd]} params; "
         )
     difference = first_difference(models) or "the bucket sizes (bucket_cap_mb) differ"
     raise MisuseError(what + difference, "build the same model on every rank before wrapping it", core.rank)

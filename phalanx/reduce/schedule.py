@@ -120,7 +120,5 @@ class Schedule:
 def matching(names: Sequence[str], pattern: str) -> frozenset[int]:
     """Numbers of the names that match a shell-style pattern; a prefix of whole parts matches too."""
     return frozenset(
-        index
-        for index, name in enumerate(names)
-        if fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*")
+        index for index, name in enumerate(names) if fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*")
     )

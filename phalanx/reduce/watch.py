@@ -92,9 +92,7 @@ class Watch:
     `ended` raises comes out of backward().
     """
 
-    def __init__(
-        self, begins: Callable[[], None], ended: Callable[[frozenset[int], list[Local]], None]
-    ) -> None:
+    def __init__(self, begins: Callable[[], None], ended: Callable[[frozenset[int], list[Local]], None]) -> None:
         self.order = next(_construction)
         self._begins, self._ended = begins, ended
         self._numbers: dict[int, int] = {}

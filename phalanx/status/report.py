@@ -146,5 +146,5 @@ def _range(values: Sequence[float], form: str, unit: str) -> str:
 
 def _lines_of(frame: Frame) -> list[str]:
     mark = ">" if frame.users else " "
-    lines = [f"  {mark} File \"{frame.file}\", line {frame.line}, in {frame.function}"]
+    lines = [f'  {mark} File "{frame.file}", line {frame.line}, in {frame.function}']
     return lines + ([f"        {frame.text}"] if frame.text else [])

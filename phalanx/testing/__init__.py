@@ -1,8 +1,8 @@
 """A test bed for programs that run on several ranks: worlds of threads or processes, an oracle, faults.
 
-    from phalanx.testing import run, oracle
-    gradients = run(4, program, over="threads")      # program(rank) on 4 ranks, each one's result
-    oracle.assert_close(gradients[0], oracle.gradients(model, loss, batches))
+from phalanx.testing import run, oracle
+gradients = run(4, program, over="threads")      # program(rank) on 4 ranks, each one's result
+oracle.assert_close(gradients[0], oracle.gradients(model, loss, batches))
 """
 
 from __future__ import annotations

@@ -85,9 +85,7 @@ def assert_close(
             raise AssertionError(f"{name}: {difference}")
 
 
-def _accumulate(
-    model: Module, loss: Loss, batches: Batches, items: Items | None, divisor: float | None
-) -> None:
+def _accumulate(model: Module, loss: Loss, batches: Batches, items: Items | None, divisor: float | None) -> None:
     """Set each parameter's gradient to that of the averaged loss of all ranks."""
     weighed = [(batch, 1.0 if items is None else float(items(batch))) for rank in batches for batch in rank]
     if divisor is None:

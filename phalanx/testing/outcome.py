@@ -59,9 +59,7 @@ class WorldError(AssertionError):
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = list(outcomes)
         failed = sorted((o for o in self.outcomes if not o.ok), key=_time_of_failure)
-        self.errors: dict[int, BaseException | str] = {
-            o.rank: o.text if o.error is None else o.error for o in failed
-        }
+        self.errors: dict[int, BaseException | str] = {o.rank: o.text if o.error is None else o.error for o in failed}
         parts = [f"{len(failed)} of {len(self.outcomes)} ranks failed"]
         parts += [f"--- {o.sentence}\n{o.text.rstrip()}" for o in failed]
         super().__init__("\n".join(parts))

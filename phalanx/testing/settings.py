@@ -27,9 +27,7 @@ class Settings:
         if self.n < 1:
             raise MisuseError(f"phalanx.testing.run with {self.n} ranks", "run(n, fn) with n at least 1")
         if self.timeout <= 0:
-            raise MisuseError(
-                f"phalanx.testing.run with timeout={self.timeout}", "a timeout of more than 0 seconds"
-            )
+            raise MisuseError(f"phalanx.testing.run with timeout={self.timeout}", "a timeout of more than 0 seconds")
 
     @property
     def patience(self) -> timedelta:

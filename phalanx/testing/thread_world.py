@@ -50,9 +50,7 @@ class _Abandoned(SystemExit):
 def run_threads(fn: Callable[..., Any], args: tuple[Any, ...], settings: Settings) -> list[Outcome]:
     """Run `fn(rank, *args)` on `settings.n` threads and return how each ended."""
     if settings.env:
-        raise MisuseError(
-            "phalanx.testing.run with env= over threads, which share one environment", 'over="processes"'
-        )
+        raise MisuseError("phalanx.testing.run with env= over threads, which share one environment", 'over="processes"')
     if not _one_at_a_time.acquire(blocking=False):
         raise MisuseError(
             "phalanx.testing.run over threads while another such world runs in this process",

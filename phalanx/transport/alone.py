@@ -27,9 +27,7 @@ class Alone:
         fence()
         combine([inputs[0].view(-1)], output.view(-1), reduction)
 
-    def share(
-        self, mine: torch.Tensor | None, outputs: Sequence[torch.Tensor | None], size: int, fence: Fence
-    ) -> None:
+    def share(self, mine: torch.Tensor | None, outputs: Sequence[torch.Tensor | None], size: int, fence: Fence) -> None:
         """See Transport.share."""
         fence()
         _copy(mine, outputs[0])

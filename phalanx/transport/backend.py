@@ -71,9 +71,7 @@ class Backend:
         total = self._combined(torch.cat([part.view(-1) for part in inputs]), reduction, -1, fence)
         output.view(-1).copy_(total[self._rank * count : (self._rank + 1) * count])
 
-    def share(
-        self, mine: torch.Tensor | None, outputs: Sequence[torch.Tensor | None], size: int, fence: Fence
-    ) -> None:
+    def share(self, mine: torch.Tensor | None, outputs: Sequence[torch.Tensor | None], size: int, fence: Fence) -> None:
         """See Transport.share: all ranks give to all, or one rank broadcasts."""
         fence()
         if not size:
@@ -130,19 +128,13 @@ class Backend:
             self._reduce_here(total, _OPS_ON_BOOL[reduction], root, fence)
             return (total & 1).to(torch.bool)
         wide = wide_dtype(flat.dtype)
-        if (
-            reduction not in _OPS
-            or (flat.dtype.is_complex and reduction not in _SUMS)
-            or flat.dtype is torch.uint64
-        ):
+        if reduction not in _OPS or (flat.dtype.is_complex and reduction not in _SUMS) or flat.dtype is torch.uint64:
             parts = [part.view(flat.dtype) for part in self._gathered(_bytes(flat), fence)]
             out = torch.empty_like(flat)
             combine(parts, out, reduction)
             return out
         total = flat.to(wide, copy=True)
-        self._reduce_here(
-            torch.view_as_real(total) if wide.is_complex else total, _OPS[reduction], root, fence
-        )
+        self._reduce_here(torch.view_as_real(total) if wide.is_complex else total, _OPS[reduction], root, fence)
         if reduction is not Reduction.AVG:
             return total.to(flat.dtype)
         if wide.is_floating_point or wide.is_complex:
@@ -208,9 +200,7 @@ class BackendGradients:
     ) -> None:
         self._rank = group.core.rank
         self._transport = group.transport_for(torch.device(device))
-        self.own: list[torch.Tensor] = [
-            torch.zeros(count, dtype=dtype, device=device) for dtype, count in layout
-        ]
+        self.own: list[torch.Tensor] = [torch.zeros(count, dtype=dtype, device=device) for dtype, count in layout]
 
     def reduce(
         self,

@@ -46,9 +46,7 @@ class Transport(Protocol):
     ) -> None:
         """Combine `inputs[r]` of all ranks into `output` of rank r, for every r."""
 
-    def share(
-        self, mine: torch.Tensor | None, outputs: Sequence[torch.Tensor | None], size: int, fence: Fence
-    ) -> None:
+    def share(self, mine: torch.Tensor | None, outputs: Sequence[torch.Tensor | None], size: int, fence: Fence) -> None:
         """Copy `mine` of rank r (None: it gives nothing) into `outputs[r]` (None: not wanted) of every rank.
 
         `size` is the number of bytes that each giving rank gives.

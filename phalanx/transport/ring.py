@@ -84,9 +84,7 @@ class Ring:
         with _begun(fence) as tag:
             output.view(-1).copy_(self._added_up([part.view(-1) for part in inputs], reduction, tag))
 
-    def share(
-        self, mine: torch.Tensor | None, outputs: Sequence[torch.Tensor | None], size: int, fence: Fence
-    ) -> None:
+    def share(self, mine: torch.Tensor | None, outputs: Sequence[torch.Tensor | None], size: int, fence: Fence) -> None:
         """See Transport.share: all ranks give to all, or one gives and the others hand on."""
         root = giver(mine, outputs, self._rank)
         with _begun(fence) as tag:
@@ -141,11 +139,7 @@ class Ring:
             combine([received, part], received, step)
             total = received
         if reduction is Reduction.AVG:
-            total = (
-                total / self._size
-                if wide.is_floating_point or wide.is_complex
-                else _quotient(total, self._size)
-            )
+            total = total / self._size if wide.is_floating_point or wide.is_complex else _quotient(total, self._size)
         return total
 
     def _spread(self, blocks: Sequence[torch.Tensor], tag: int) -> None:

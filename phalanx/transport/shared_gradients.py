@@ -69,9 +69,7 @@ class SharedGradients:
         """How large the arena must be for `size` ranks. Only touched pages become real."""
         return (size + 1) * _total(layout)
 
-    def reduce(
-        self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool = True
-    ) -> None:
+    def reduce(self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool = True) -> None:
         """Replace `spans` of every rank by sum(scale[r] x slot of r), in rank order.
 
         A rank of scale 0 is not read. Equal scales are applied to the sum, so that it is rounded once. A rank
@@ -147,9 +145,7 @@ class StagedGradients:
         """Say in which turn all ranks have posted what is reduced next."""
         self._turn = turn
 
-    def reduce(
-        self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool = True
-    ) -> None:
+    def reduce(self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool = True) -> None:
         """See SharedGradients.reduce. Every rank may call this once the fence after posting is passed."""
         for move in self._moves_for(tuple(spans), tuple(scales), self._turn) if takes else ():
             weighted_sum(move.parts, move.scales, move.target)

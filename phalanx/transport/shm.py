@@ -110,9 +110,7 @@ class SharedMemory:
         """Bytes of a slot for each of the ranks that its owner writes to."""
         return self._slot_bytes // self._size // _ALIGN * _ALIGN
 
-    def share(
-        self, mine: torch.Tensor | None, outputs: Sequence[torch.Tensor | None], size: int, fence: Fence
-    ) -> None:
+    def share(self, mine: torch.Tensor | None, outputs: Sequence[torch.Tensor | None], size: int, fence: Fence) -> None:
         """See Transport.share."""
         given = None if mine is None else _bytes(mine)
         wanted = [(peer, _bytes(out)) for peer, out in enumerate(outputs) if out is not None]

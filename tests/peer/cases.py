@@ -61,16 +61,26 @@ class Result:
     used: frozenset[What]
 
     def to_json(self) -> str:
-        return json.dumps({
-            "case": str(self.case), "status": self.status.value, "reason": self.reason,
-            "seconds": self.seconds, "used": sorted(what.value for what in self.used),
-        })
+        return json.dumps(
+            {
+                "case": str(self.case),
+                "status": self.status.value,
+                "reason": self.reason,
+                "seconds": self.seconds,
+                "used": sorted(what.value for what in self.used),
+            }
+        )
 
     @classmethod
     def from_json(cls, line: str) -> Result:
         row = json.loads(line)
-        return cls(Case.parse(row["case"]), Status(row["status"]), row["reason"], row["seconds"],
-                   frozenset(What(name) for name in row["used"]))
+        return cls(
+            Case.parse(row["case"]),
+            Status(row["status"]),
+            row["reason"],
+            row["seconds"],
+            frozenset(What(name) for name in row["used"]),
+        )
 
 
 def about(result: Result) -> What:
@@ -84,8 +94,7 @@ def baseline_path(what: What) -> pathlib.Path:
 
 def save_baseline(what: What, results: Iterable[Result]) -> None:
     """Keep the cases about `what` that pass with torch's own, with their seconds."""
-    passed = {str(r.case): r.seconds for r in results
-              if r.status is Status.PASS and about(r) is what}
+    passed = {str(r.case): r.seconds for r in results if r.status is Status.PASS and about(r) is what}
     content = dict(sorted(passed.items()))
     baseline_path(what).write_text(json.dumps(content, indent=1) + "\n")
 

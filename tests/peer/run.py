@@ -28,12 +28,16 @@ class Worker:
     """A `worker.py` process for one world size, started anew should it die."""
 
     def __init__(self, what: What, target: Target, world: int, logs: pathlib.Path | None) -> None:
-        self._command = [sys.executable, "-m", "tests.peer.worker",
-                         "--what", what.value, "--target", target.value]
+        self._command = [sys.executable, "-m", "tests.peer.worker", "--what", what.value, "--target", target.value]
         self._environment = {
-            **os.environ, "BACKEND": "gloo", "WORLD_SIZE": str(world),
-            "INIT_METHOD": "file://", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
+            **os.environ,
+            "BACKEND": "gloo",
+            "WORLD_SIZE": str(world),
+            "INIT_METHOD": "file://",
+            "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
         self._folder = tempfile.TemporaryDirectory(prefix="peer-")
         self._logs = logs
@@ -44,8 +48,9 @@ class Worker:
         """Return the process, which has told by then which tests there are."""
         if self._process is not None:
             return self._process
-        process = subprocess.Popen(self._command, cwd=_ROOT, env=self._environment, text=True,
-                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            self._command, cwd=_ROOT, env=self._environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         hello = process.stdout.readline()
         if not hello:
             raise RuntimeError(f"the worker ended while starting, exit code {process.wait()}")
@@ -84,8 +89,9 @@ class Worker:
         self._folder.cleanup()
 
 
-def run_cases(what: What, target: Target, cases: Iterable[Case], *, limit: float, jobs: int = 1,
-              logs: pathlib.Path | None = None) -> Iterator[Result]:
+def run_cases(
+    what: What, target: Target, cases: Iterable[Case], *, limit: float, jobs: int = 1, logs: pathlib.Path | None = None
+) -> Iterator[Result]:
     """Run `cases`, `jobs` at a time, and yield their results as they end."""
     todo: queue.Queue[Case] = queue.Queue()
     for case in sorted(cases, key=lambda c: c.world):
@@ -137,8 +143,7 @@ def _measure(limit: float, jobs: int, logs: pathlib.Path | None) -> Iterator[Res
     for world in _WORLDS:
         skipped = []
         cases = [Case(test, world) for test in tests]
-        for result in run_cases(What.COLLECTIVES, Target.TORCH, cases, limit=limit, jobs=jobs,
-                                logs=logs):
+        for result in run_cases(What.COLLECTIVES, Target.TORCH, cases, limit=limit, jobs=jobs, logs=logs):
             if result.status is Status.SKIP:
                 skipped.append(result.case.test)
             yield result
@@ -167,8 +172,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for one case")
     parser.add_argument("--out", type=pathlib.Path, help="write one line of JSON per case")
     parser.add_argument("--logs", type=pathlib.Path, help="keep the output of each rank here")
-    parser.add_argument("--measure", action="store_true",
-                        help="run every test with torch's own and write both baselines")
+    parser.add_argument(
+        "--measure", action="store_true", help="run every test with torch's own and write both baselines"
+    )
     return parser.parse_args()
 
 
@@ -182,8 +188,7 @@ def main() -> int:
         if args.world:
             cases = sorted({Case(case.test, args.world) for case in cases})
         cases = [case for case in cases if re.search(args.match, str(case))]
-        results = run_cases(args.what, args.target, cases, limit=args.limit, jobs=args.jobs,
-                            logs=args.logs)
+        results = run_cases(args.what, args.target, cases, limit=args.limit, jobs=args.jobs, logs=args.logs)
     everything, surprises = [], 0
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(args.out.open("w", buffering=1)) if args.out else None
@@ -191,13 +196,19 @@ def main() -> int:
             surprise = _surprise(args.what, args.target, result)
             surprises += bool(surprise)
             everything.append(result)
-            print(f"{result.status.value:8}{result.seconds:6.1f} s  {result.case}  "
-                  f"{result.reason[:160]}{f'  [{surprise}]' if surprise else ''}", flush=True)
+            print(
+                f"{result.status.value:8}{result.seconds:6.1f} s  {result.case}  "
+                f"{result.reason[:160]}{f'  [{surprise}]' if surprise else ''}",
+                flush=True,
+            )
             if out:
                 out.write(result.to_json() + "\n")
     counts = collections.Counter(result.status.value for result in everything)
-    print(f"{len(everything)} cases: " + ", ".join(f"{n} {s}" for s, n in counts.most_common())
-          + f"; {surprises} not as expected")
+    print(
+        f"{len(everything)} cases: "
+        + ", ".join(f"{n} {s}" for s, n in counts.most_common())
+        + f"; {surprises} not as expected"
+    )
     if args.measure:
         for what in What:
             save_baseline(what, everything)

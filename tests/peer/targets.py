@@ -55,8 +55,9 @@ def _install_class(cls: type, *test_modules: types.ModuleType) -> None:
     build = cls.__init__
 
     @functools.wraps(build)
-    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None,
-             *args: Any, **kwargs: Any) -> None:
+    def init(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
         _mark(What.DDP)
         build(self, module, None, None, *args, **kwargs)
 
@@ -78,8 +79,7 @@ def _install_group(backend: str) -> None:
     gloo = c10d.Backend("gloo")
 
     @functools.wraps(build)
-    def new_group(size: int, rank: int, ranks: list[int], asked: Any, *args: Any,
-                  **kwargs: Any) -> Any:
+    def new_group(size: int, rank: int, ranks: list[int], asked: Any, *args: Any, **kwargs: Any) -> Any:
         if any(_is(asked, name) for name in ("gloo", "nccl", "undefined")):
             _mark(What.COLLECTIVES)
             asked = c10d.Backend(backend)

@@ -49,7 +49,8 @@ class _Torch:
         """Return the quick cases, or all others; those expected not to pass are not quick."""
         listed = exceptions.EXPECTED[cls.what]
         return [
-            case for case, seconds in applicable(cls.what).items()
+            case
+            for case, seconds in applicable(cls.what).items()
             if case.world == cls.world and quick is (seconds <= _QUICK_SECONDS and str(case) not in listed)
         ]
 
@@ -105,9 +106,7 @@ class TestHarness(_Torch):
         ("test_all_reduce_sum", 0.0, Status.TIMEOUT),
         ("test_all_reduce_sum", _LIMIT, Status.PASS),
     ])  # fmt: skip
-    def test_a_case_can_end_in_each_way(
-        self, worker: Worker, test: str, limit: float, expected: Status
-    ) -> None:
+    def test_a_case_can_end_in_each_way(self, worker: Worker, test: str, limit: float, expected: Status) -> None:
         result = worker.run(Case(test, self.world), limit)
         assert result.status is expected, result.reason
 

@@ -57,8 +57,7 @@ class Rank:
             flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
             info = os.waitid(os.P_PID, self.pid, flags)
             if info is not None:
-                self.code = (info.si_status if info.si_code == os.CLD_EXITED
-                             else -info.si_status)
+                self.code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
         return self.code
 
     def dump_stacks(self) -> None:
@@ -85,8 +84,7 @@ class Rank:
         return f"rank {self.rank}: {errors[-1] if errors else how}"
 
 
-def _become_rank(cls: type, case: Case, rank: int, folder: pathlib.Path,
-                 log: pathlib.Path) -> None:
+def _become_rank(cls: type, case: Case, rank: int, folder: pathlib.Path, log: pathlib.Path) -> None:
     """Run one rank in the process just forked, and end it."""
     code = 1
     try:
@@ -196,8 +194,7 @@ def main() -> None:
     answers.write(json.dumps({"tests": list(names)}) + "\n")
     for line in sys.stdin:
         request = json.loads(line)
-        result = run_case(cls, Case.parse(request["case"]), request["limit"],
-                          pathlib.Path(request["folder"]))
+        result = run_case(cls, Case.parse(request["case"]), request["limit"], pathlib.Path(request["folder"]))
         answers.write(result.to_json() + "\n")
 
 

@@ -30,9 +30,7 @@ class Launch:
         (self.folder / name).write_text(RANK + textwrap.dedent(code))
         return name
 
-    def start(
-        self, code: str, *options: str, args: Sequence[str] = (), **keywords: object
-    ) -> subprocess.Popen:
+    def start(self, code: str, *options: str, args: Sequence[str] = (), **keywords: object) -> subprocess.Popen:
         command = [sys.executable, "-m", "phalanx", "run", *options, self.script(code), *args]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENV, **keywords}
         self._started.append(subprocess.Popen(command, cwd=self.folder, **streams))

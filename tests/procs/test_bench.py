@@ -170,9 +170,7 @@ def test_ctrl_c_ends_every_rank(tmp_path: Path, terminal: bool) -> None:
         (["--json", "/nowhere/at/all.json"], "there is no directory /nowhere/at"),
     ],
 )
-def test_wrong_arguments_are_named(
-    arguments: list[str], text: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_wrong_arguments_are_named(arguments: list[str], text: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as ended:
         bench.main(arguments)
     assert ended.value.code == 2

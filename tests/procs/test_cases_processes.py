@@ -130,13 +130,17 @@ def test_case_27_under_the_launcher_nothing_is_left(launch: Launch):
 
 
 def test_case_28_the_launcher_is_killed_in_the_middle_of_training(launch: Launch):
-    code = MARK + TRAIN.replace("END", "pass") + (
-        "number = 0\n"
-        "while True:\n"
-        "    step(number)\n"
-        "    number += 1\n"
-        "    if number == 5: open(f'training-{rank}', 'w').close()\n"
-        "    time.sleep(0.01)\n"
+    code = (
+        MARK
+        + TRAIN.replace("END", "pass")
+        + (
+            "number = 0\n"
+            "while True:\n"
+            "    step(number)\n"
+            "    number += 1\n"
+            "    if number == 5: open(f'training-{rank}', 'w').close()\n"
+            "    time.sleep(0.01)\n"
+        )
     )
     process = launch.start(code, "-n", "2")
     launch.wait_for("training-*", 2, seconds=30)

@@ -127,9 +127,7 @@ def test_ranks_that_disagree_are_all_told_at_once_and_can_go_on(size: int) -> No
         for name, took, text, right_after in told:
             assert took < 2 and right_after, (name, took)
             assert all(call in text for call in _DISAGREEMENTS[name][2]), text
-            assert f"[rank {rank}]" in text and (
-                name == "splits" or text.count("test_collectives.py:") == 2
-            ), text
+            assert f"[rank {rank}]" in text and (name == "splits" or text.count("test_collectives.py:") == 2), text
 
 
 def test_a_message_that_does_not_fit_is_the_receivers_error() -> None:
@@ -201,9 +199,7 @@ def test_a_rank_that_dies_is_named(how: str) -> None:
         return time.monotonic() - began
 
     outcomes = processes(3, program, raises=False)
-    assert [outcome.ending for outcome in outcomes] == [Ending.RETURNED, Ending.EXITED, Ending.RETURNED], (
-        outcomes
-    )
+    assert [outcome.ending for outcome in outcomes] == [Ending.RETURNED, Ending.EXITED, Ending.RETURNED], outcomes
     assert outcomes[0].value < 1.5 and outcomes[2].value < 1.5
 
 

@@ -53,9 +53,7 @@ def settings(row: Row) -> dict[str, dict[str, Any]]:
 def micro_batches(cell: str) -> list[list[float] | str]:
     """Read a rank's cell: the inputs of its micro-batches, or that it skips one, or has left before."""
     parts = cell.removeprefix(LEFT).strip().split(" then ")
-    return [
-        part if part == SKIPS else [float(number) for number in re.findall(r"\d+", part)] for part in parts if part
-    ]
+    return [part if part == SKIPS else [float(number) for number in re.findall(r"\d+", part)] for part in parts if part]
 
 
 def tensor(inputs: list[float]) -> Tensor:

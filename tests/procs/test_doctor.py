@@ -150,4 +150,3 @@ def test_a_rank_that_cannot_answer_is_named_from_within(way: str) -> None:
         assert re.search(r"\n  rank 2 +is stopped by a signal", text) and "kill -CONT" in text
     else:
         assert re.search(r"\n  rank 2 +does not answer: its process sleeps", text) and "gdb -p" in text
-

@@ -110,9 +110,7 @@ def test_under_torchrun_and_some_of_it_only(tmp_path: Path) -> None:
 
 def python(code: str, folder: Path, **variables: str) -> subprocess.CompletedProcess:
     env = {**ENV, **variables}
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, timeout=90
-    )
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, timeout=90)
 
 
 @pytest.mark.full

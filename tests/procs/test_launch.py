@@ -25,9 +25,7 @@ __all__ = ["launch"]  # the fixture
 def test_help_is_quick_and_imports_no_torch() -> None:
     seconds = []
     for _ in range(5):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx", "--help"], env=ENV, stdout=subprocess.DEVNULL
-        )
+        process = subprocess.Popen([sys.executable, "-m", "phalanx", "--help"], env=ENV, stdout=subprocess.DEVNULL)
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         assert process.returncode == 0
@@ -120,9 +118,7 @@ def test_a_script_cannot_tell_the_launcher_from_plain_python(launch: Launch, how
         launch.script(PROBE.replace("rank", "_"), name)
     env = {**ENV, "RANK": "0"}
     plain, run = (
-        subprocess.run(
-            [*start, *how, "7"], cwd=launch.folder, env=env, capture_output=True, text=True, timeout=20
-        )
+        subprocess.run([*start, *how, "7"], cwd=launch.folder, env=env, capture_output=True, text=True, timeout=20)
         for start in ([sys.executable, "-u"], [sys.executable, "-m", "phalanx", "run", "-n", "1"])
     )
     assert plain.returncode == run.returncode == 7
@@ -219,9 +215,7 @@ def test_on_a_terminal_rank_0_has_one_and_ctrl_c_comes_once(launch: Launch) -> N
 
     ours, theirs = os.openpty()
     try:
-        process = launch.start(
-            code, "-n", "2", stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=own_the_terminal
-        )
+        process = launch.start(code, "-n", "2", stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=own_the_terminal)
         os.close(theirs)
         text = read_terminal(ours, lambda text: "terminal" in text and "pipe" in text)
         os.write(ours, b"\x03")

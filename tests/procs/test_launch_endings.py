@@ -94,9 +94,7 @@ def test_a_stopped_rank_is_ended_too(launch: Launch) -> None:
     assert gone(launch.pids("pid-*", 2), 1)
 
 
-@pytest.mark.parametrize(
-    ("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
+@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signals_are_passed_on_once(launch: Launch, signum: int, exit_code: int) -> None:
     code = f"""
     times = []
@@ -113,15 +111,11 @@ def test_signals_are_passed_on_once(launch: Launch, signum: int, exit_code: int)
     out, err = process.communicate(timeout=10)
     assert process.returncode == exit_code, err
     assert lines_of(out, 0) == lines_of(out, 1) == ["got 1"]
-    assert re.search(
-        rf"stopped by {signal.Signals(signum).name} after [\d.]+ s \(exit code {exit_code}\)\n$", err
-    )
+    assert re.search(rf"stopped by {signal.Signals(signum).name} after [\d.]+ s \(exit code {exit_code}\)\n$", err)
 
 
 def test_a_second_interrupt_kills_at_once(launch: Launch) -> None:
-    process = launch.start(
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + MARK + "time.sleep(60)", "-n", "2"
-    )
+    process = launch.start("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + MARK + "time.sleep(60)", "-n", "2")
     pids = launch.pids("pid-*", 2)
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)

@@ -190,9 +190,7 @@ def test_ranks_end_with_the_script(tmp_path: Path, signum: int) -> None:
         text=True,
     )
     until = time.monotonic() + 15
-    while not all(
-        (tmp_path / f"pid-{rank}").is_file() and (tmp_path / f"pid-{rank}").read_text() for rank in range(2)
-    ):
+    while not all((tmp_path / f"pid-{rank}").is_file() and (tmp_path / f"pid-{rank}").read_text() for rank in range(2)):
         assert time.monotonic() < until
         time.sleep(0.02)
     pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
@@ -200,8 +198,6 @@ def test_ranks_end_with_the_script(tmp_path: Path, signum: int) -> None:
     out, _ = process.communicate(timeout=10)
     assert (process.returncode, out) == ((5, "interrupted\n") if signum == signal.SIGINT else (-9, ""))
     until = time.monotonic() + 2
-    while any(
-        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids
-    ):
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < until
         time.sleep(0.02)

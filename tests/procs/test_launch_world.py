@@ -132,9 +132,7 @@ def test_another_program_on_the_port_does_not_hold_the_other_ranks(tmp_path: Pat
             "MASTER_PORT": str(other.getsockname()[1]),
         }
         code = "from phalanx.group import world; world.init('gloo', timeout=1.0)"
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "does not answer as a store" in done.stderr and "rank 0 has not arrived" in done.stderr
 

@@ -122,9 +122,7 @@ def fail(rank: int, path: str, how: str) -> None:
         dist.all_reduce(torch.ones(3))
 
 
-@pytest.mark.parametrize(
-    ("how", "left"), [("raise", [0, 1, 2]), pytest.param("kill", [0, 2], marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("how", "left"), [("raise", [0, 1, 2]), pytest.param("kill", [0, 2], marks=pytest.mark.full)])
 def test_when_a_rank_fails_each_writes_its_own_part(tmp_path: Path, how: str, left: list[int]) -> None:
     began = time.monotonic()
     outcomes = processes(3, fail, str(tmp_path / "run.json"), how, raises=False)

@@ -41,9 +41,7 @@ def new_group(name: str) -> Group:
 
 def shared_memory(name: str) -> Pair:
     core = new_group(name)
-    return core, SharedMemory(
-        core.rank, core.size, core.arena(arena_bytes(core.size, SLOT_BYTES)), SLOT_BYTES
-    )
+    return core, SharedMemory(core.rank, core.size, core.arena(arena_bytes(core.size, SLOT_BYTES)), SLOT_BYTES)
 
 
 def gloo(name: str) -> Pair:
@@ -153,10 +151,7 @@ def copies(rank: int, make: Callable[[str], Pair]) -> None:
                 call(pair[0], transport.share, mine, wanted, bytes_each)
                 assert rank == root or same(got, given[root]), ("broadcast", dtype, count)
             # Rank i sends count + i + 2j elements to rank j, and nothing to rank 0 where i is 1.
-            parts = [
-                values(rank, count + rank + 2 * j, dtype) if (rank, j) != (1, 0) else None
-                for j in range(size)
-            ]
+            parts = [values(rank, count + rank + 2 * j, dtype) if (rank, j) != (1, 0) else None for j in range(size)]
             outputs = [torch.empty(count + i + 2 * rank, dtype=dtype) for i in range(size)]
             if rank == 0:
                 outputs[1] = None
@@ -232,9 +227,7 @@ def test_two_in_flight_do_not_meet(make: Callable) -> None:
                 if not mine.eq(unit * 3 + 2 * step).all():
                     wrong.append((unit, step, mine[0].item()))
 
-        threads = [
-            threading.Thread(target=many, args=(pair, 1000 * place)) for place, pair in enumerate(pairs, 1)
-        ]
+        threads = [threading.Thread(target=many, args=(pair, 1000 * place)) for place, pair in enumerate(pairs, 1)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -279,9 +272,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_call_is_named(make: Callable, last_
         return time.monotonic() - began
 
     outcomes = processes(3, program, raises=False, timeout=20)
-    assert [outcome.ending for outcome in outcomes] == [Ending.RETURNED, Ending.EXITED, Ending.RETURNED], (
-        outcomes
-    )
+    assert [outcome.ending for outcome in outcomes] == [Ending.RETURNED, Ending.EXITED, Ending.RETURNED], outcomes
     assert outcomes[0].value < 2 and outcomes[2].value < 2
 
 

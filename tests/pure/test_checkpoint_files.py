@@ -32,11 +32,13 @@ PAIRS = st.tuples(st.integers(), st.text(max_size=2))
 KEYS = st.text(max_size=3) | st.integers() | st.booleans() | PAIRS | st.just("~")
 TREES = st.recursive(
     LEAVES,
-    lambda inner: st.lists(inner, max_size=3)
-    | st.tuples(inner, inner)
-    | st.dictionaries(KEYS, inner, max_size=3)
-    | st.frozensets(st.integers(), max_size=1)  # one, as the order of more is nobody's
-    | st.sets(st.text(max_size=2), max_size=1),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(KEYS, inner, max_size=3)
+        | st.frozensets(st.integers(), max_size=1)  # one, as the order of more is nobody's
+        | st.sets(st.text(max_size=2), max_size=1)
+    ),
     max_leaves=8,
 )
 

@@ -69,9 +69,7 @@ def test_torchrun() -> None:
 
 
 def test_rank_and_world_size_alone_mean_one_host() -> None:
-    place = Place.from_environment(
-        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    )
+    place = Place.from_environment({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
     assert (place.local_rank, place.local_world_size, place.num_nodes) == (1, 2, 1)
 
 

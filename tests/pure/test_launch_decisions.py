@@ -59,22 +59,16 @@ def test_course_passes_on_an_interruption_while_it_settles() -> None:
 
 def test_the_first_failure_is_the_earliest_that_is_no_victim() -> None:
     victim = Ending(0, 10, 1, ended=1.0, record=record(0.9, "phalanx.errors.PeerLostError", blames=1))
-    gloo = Ending(
-        2, 12, 1, ended=1.1, record=record(1.0, "RuntimeError", "Connection closed by peer [::1]:1")
-    )
+    gloo = Ending(2, 12, 1, ended=1.1, record=record(1.0, "RuntimeError", "Connection closed by peer [::1]:1"))
     killed = Ending(1, 11, -9, ended=1.3)
     later = Ending(3, 13, 1, ended=1.4, record=record(1.35))
     assert first_failure([victim, gloo, killed, later]) is killed
 
 
 def test_among_victims_the_blame_is_followed() -> None:
-    endings = [
-        Ending(rank, 10 + rank, 1, 2.0, record=record(1.0 + rank, "E", blames=rank + 1)) for rank in range(3)
-    ]
+    endings = [Ending(rank, 10 + rank, 1, 2.0, record=record(1.0 + rank, "E", blames=rank + 1)) for rank in range(3)]
     assert first_failure(endings) is endings[2]
-    circle = [
-        Ending(rank, 10 + rank, 1, 2.0, record=record(1.0 + rank, "E", blames=1 - rank)) for rank in range(2)
-    ]
+    circle = [Ending(rank, 10 + rank, 1, 2.0, record=record(1.0 + rank, "E", blames=1 - rank)) for rank in range(2)]
     assert first_failure(circle) is not None
 
 
@@ -214,8 +208,7 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_report_names_a_cause_on_another_host() -> None:
     assert (
-        "the cause is rank 7, on another host"
-        in outcome([Ending(0, 10, 1, 2.0, record=record(1.0, blames=7))]).text()
+        "the cause is rank 7, on another host" in outcome([Ending(0, 10, 1, 2.0, record=record(1.0, blames=7))]).text()
     )
 
 

@@ -90,9 +90,7 @@ def test_ranks_without_a_rank_are_refused_in_a_world_of_one() -> None:
 
 
 @given(st.integers(0, 120), st.integers(1, 12), st.booleans(), st.integers(0, 1000))
-def test_without_padding_every_index_comes_exactly_once(
-    items: int, ranks: int, shuffle: bool, epoch: int
-) -> None:
+def test_without_padding_every_index_comes_exactly_once(items: int, ranks: int, shuffle: bool, epoch: int) -> None:
     samplers = shares(items, ranks, shuffle=shuffle, pad=False)
     for sampler in samplers:
         sampler.set_epoch(epoch)
@@ -103,9 +101,7 @@ def test_without_padding_every_index_comes_exactly_once(
 
 
 @given(worlds(), st.booleans())
-def test_without_padding_the_order_is_torchs_up_to_the_padding(
-    place: tuple[int, int, int], shuffle: bool
-) -> None:
+def test_without_padding_the_order_is_torchs_up_to_the_padding(place: tuple[int, int, int], shuffle: bool) -> None:
     items, ranks, rank = place
     share = list(DistributedSampler(range(items), ranks, rank, shuffle, pad=False))
     assert share == list(TorchSampler(range(items), ranks, rank, shuffle))[: len(share)]

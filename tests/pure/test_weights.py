@@ -22,7 +22,6 @@ def _items(weights: Weights) -> float:
     return weights.total_of(0)
 
 
-
 def ticket_of(weights: Weights, state: State = State.ACTIVE) -> Ticket:
     return Ticket(
         Operation.GRADIENTS, state=state, weighed=weights.weighed, unit=weights.unit,

@@ -74,8 +74,14 @@ def make_plan(seed: int, ranks: int) -> Plan:
         no_sync = draw.choice(["", "", "", "forward", "backward", "both"])
         steps.append(
             Step(
-                kind, routes, _routes(draw, ranks, equal), no_sync if kind != "module" else "", frozen, reset,
-                draw.random() < 0.3, frozenset(r for r in range(ranks) if draw.random() < 0.1),
+                kind,
+                routes,
+                _routes(draw, ranks, equal),
+                no_sync if kind != "module" else "",
+                frozen,
+                reset,
+                draw.random() < 0.3,
+                frozenset(r for r in range(ranks) if draw.random() < 0.1),
             )  # fmt: skip
         )
         local = bool(no_sync)

@@ -92,9 +92,7 @@ def main():
     torch.manual_seed(args.seed)
     model = torch.nn.parallel.DistributedDataParallel(build())
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(
-        model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay
-    )
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
     train_data, val_data = Images(400, 1), Images(101, 2)

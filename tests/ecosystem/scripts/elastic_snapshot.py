@@ -15,9 +15,7 @@ class MyTrainDataset(Dataset):
     def __init__(self, size):
         generator = torch.Generator().manual_seed(0)
         self.size = size
-        self.data = [
-            (torch.rand(20, generator=generator), torch.rand(1, generator=generator)) for _ in range(size)
-        ]
+        self.data = [(torch.rand(20, generator=generator), torch.rand(1, generator=generator)) for _ in range(size)]
 
     def __len__(self):
         return self.size
