@@ -22,7 +22,8 @@ from types import TracebackType
 
 from phalanx.errors import ExhaustedError, InternalError, MisuseError, RankMismatchError
 from phalanx.group import call_site, dtypes, rank_zero_block, ticket, tracing
-from phalanx.group.links import COMMIT, DESCRIBE, HEADER, TICKET, Link, Switchboard
+from phalanx.group.link import COMMIT, DESCRIBE, HEADER, TICKET, Link
+from phalanx.group.links import Switchboard
 from phalanx.group.slow import LongWait, wait_longer
 from phalanx.group.ticket import SIGNATURE, Operation
 from phalanx.launch.environment import LOOPBACK
@@ -118,11 +119,20 @@ class Group:
                 f"{name} inside {block}, which only rank 0 runs: it would wait for ranks that never come",
                 f"call it outside of {block}, on every rank", self.rank,
             )  # fmt: skip
+        if self.board.announced:
+            self._refuse(wire)
         self.sequence += 1
         self._doing = wire
         got = [wire] * self.size
         self._round(TICKET, wire, got)
         return self._compared(got)
+
+    def _refuse(self, wire: bytes) -> None:
+        raise MisuseError(
+            f"{ticket.describe(wire, dtypes.NAMES, _REDUCTIONS)} after this rank has told the others that it failed "
+            f"({self.board.announced}): they do not wait for it any more",
+            "let that error end the process, or build a new process group on every rank", self.rank,
+        )  # fmt: skip
 
     def _compared(self, got: list[bytes]) -> list[bytes]:
         mine = got[self.rank][: SIGNATURE.size]

@@ -1,4 +1,4 @@
-"""Sockets between the ranks: one Link for each pair of processes, one Switchboard for each process.
+"""The waiting on all links of a process: its Switchboard.
 
 Frames of all groups share a link; a frame names its channel (a group) and its place in that channel's
 sequence, and lands in the channel's inbox whichever thread happens to read it. Three rules keep this
@@ -10,8 +10,6 @@ free of deadlock:
 
 Waiting spins on non-blocking reads for a few microseconds (only where ranks do not outnumber cores),
 then blocks in poll(). Nobody spins on shared memory: the socket calls are the memory barrier.
-
-A link has a second socket, the side, for descriptors: ancillary data must not meet the frame reader.
 """
 
 from __future__ import annotations
@@ -21,132 +19,19 @@ import json
 import os
 import select
 import socket
-import struct
 import threading
 import time
 import traceback
 import weakref
-from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from phalanx.errors import ExhaustedError, MisuseError, PeerError, PeerFailedError, PeerLostError, RankMismatchError
 from phalanx.group import endings, slow
+from phalanx.group.link import FAILED, HEADER, LEAVING, Link
 
-HEADER = struct.Struct("<IB3xQQ")  # payload length, kind, channel, sequence
-TICKET, COMMIT, DESCRIBE, PAYLOAD, FAILED, LEAVING = range(1, 7)
-_READ_BYTES = 1 << 18
 _SPIN_SECONDS = 200e-6
-
-Frame = tuple[int, int, bytes]  # kind, sequence, payload
-
-
-class Link:
-    """The connection to one other rank. `peer` is its rank in the world that the links span."""
-
-    def __init__(self, peer: int, sock: socket.socket, side: socket.socket, same_host: bool, about: str) -> None:
-        self.peer, self.sock, self.side, self.same_host, self.about = peer, sock, side, same_host, about
-        self.boxes: defaultdict[int, deque[Frame]] = defaultdict(deque)
-        self.lost: str | None = None  # why the connection ended without a word
-        self.failed: dict[str, Any] | None = None  # what the peer's FAILED frame said
-        self.left = False  # the peer said LEAVING
-        self.descriptors: dict[bytes, int] = {}
-        self.side_lock, self._reading, self.sending = threading.Lock(), threading.Lock(), threading.Lock()
-        self._rest = b""  # the beginning of a frame whose header is not complete yet
-        self._pieces: list[bytes] = []  # a frame whose payload is not complete yet
-        self._missing = 0
-        sock.setblocking(False)
-        side.setblocking(True)
-
-    def pump(self) -> int:
-        """Read what has come without waiting; return how many frames. Another reader is left alone."""
-        if not self._reading.acquire(False):
-            return 0
-        try:
-            missing = self._missing
-            data = self.sock.recv(missing if missing > 0 else _READ_BYTES)
-            if data:
-                if missing > 0:
-                    return self._collect(data)
-                return self._dispatch(self._rest + data if self._rest else data)
-            self.lost = self.lost or "its process ended"
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self.lost = self.lost or (error.strerror or "the connection broke").lower()
-        finally:
-            self._reading.release()
-        return 0
-
-    def _dispatch(self, data: bytes) -> int:
-        at, end, frames, header = 0, len(data), 0, HEADER.size
-        while end - at >= header:
-            length, kind, channel, sequence = HEADER.unpack_from(data, at)
-            if end - at < header + length:
-                break
-            payload = data[at + header : at + header + length]
-            at += header + length
-            frames += 1
-            if kind == FAILED:
-                self.failed = json.loads(payload)
-            elif kind == LEAVING:
-                self.left = True
-            else:
-                self.boxes[channel].append((kind, sequence, payload))
-        rest = data[at:] if at < end else b""
-        if len(rest) >= header:
-            # A large payload arrives in many reads: collect the pieces, join them once.
-            self._missing = header + HEADER.unpack_from(rest)[0] - len(rest)
-            self._pieces = [rest]
-            rest = b""
-        self._rest = rest
-        return frames
-
-    def _collect(self, data: bytes) -> int:
-        self._pieces.append(data)
-        self._missing -= len(data)
-        if self._missing > 0:
-            return 0
-        whole, self._pieces = b"".join(self._pieces), []
-        return self._dispatch(whole)
-
-    def send(self, data: bytes, board: Switchboard) -> None:
-        """Write one frame whole. A broken connection is noted, and raised by whoever waits."""
-        with self.sending:
-            try:
-                sent = self.sock.send(data)
-                if sent == len(data):
-                    return
-            except BlockingIOError:
-                sent = 0
-            except OSError as error:
-                self._broken(error, board)
-                return
-            self._send_rest(memoryview(data)[sent:], board)
-
-    def _send_rest(self, rest: memoryview, board: Switchboard) -> None:
-        while rest:
-            board.wait_writable(self.sock)
-            try:
-                rest = rest[self.sock.send(rest) :]
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                self._broken(error, board)
-                return
-
-    def _broken(self, error: OSError, board: Switchboard) -> None:
-        board.read(self)  # its last words may still be there
-        self.lost = self.lost or (error.strerror or "the connection broke").lower()
-        board.alarm = True
-
-    def close(self) -> None:
-        """Close both sockets (never shut down: a forked child shares the connection)."""
-        self.sock.close()
-        self.side.close()
-        for descriptor in self.descriptors.values():
-            os.close(descriptor)
-        self.descriptors.clear()
+_GRACE_SECONDS = 1.0  # for tickets that are on their way, when another rank has raised what they say
 
 
 class Switchboard:
@@ -158,6 +43,7 @@ class Switchboard:
         self.groups: weakref.WeakSet[Any] = weakref.WeakSet()  # the Groups that use these links
         self.alarm = False
         self.closed = ""
+        self.announced = ""  # the error that this rank has told the others: none of them waits for it any more
         self.owner = os.getpid()
         self.watch: Any = None  # the Watchdog, once all ranks have met
         self.slow_after = slow.default()
@@ -305,9 +191,7 @@ class Switchboard:
 
     def _check(self, awaited: Link, box: Sized, members: Iterable[Link], call: Any) -> None:
         members = list(members)
-        for link in members:
-            if not link.lost:
-                self.read(link)
+        self._look_again(awaited, box, members)
         if box:
             return
         said = str(call)
@@ -329,6 +213,18 @@ class Switchboard:
                 "Instead: give every rank the same number, or write `with ddp.join():` around the loop.",
             )  # fmt: skip
 
+    def _look_again(self, awaited: Link, box: Sized, members: list[Link]) -> None:
+        """Read what is there; wait a little for tickets that say what another rank has raised already."""
+        until = time.monotonic() + _GRACE_SECONDS
+        while True:
+            for link in members:
+                if not link.lost:
+                    self.read(link)
+            agreed = any(link.failed and "agreed" in link.failed for link in members)
+            if box or not agreed or awaited.lost or time.monotonic() > until:
+                return
+            time.sleep(0.001)
+
     def _same_cause(self, cause: dict[str, Any], told_by: Link, call: str) -> PeerError:
         """The error that names the first cause, told by a rank that only suffered from it."""
         peer = cause["peer"] if cause["peer"] != self.rank else told_by.peer
@@ -344,7 +240,10 @@ class Switchboard:
             "exception": "".join(traceback.format_exception_only(type(error), error)).strip()[:4000],
             "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__))[-16000:],
         }
-        if isinstance(error, PeerLostError):
+        self.announced = report["exception"]
+        if isinstance(error, RankMismatchError):
+            report["agreed"] = True
+        elif isinstance(error, PeerLostError):
             report["cause"] = {"kind": "lost", "peer": error.peer, "detail": error.detail}
         elif isinstance(error, PeerFailedError):
             report["cause"] = dict(kind="failed", peer=error.peer, exception=error.exception, traceback=error.traceback)

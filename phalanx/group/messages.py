@@ -31,7 +31,7 @@ from phalanx.errors import CollectiveTimeoutError, MisuseError, RankMismatchErro
 from phalanx.group import call_site, dtypes
 from phalanx.group.collectives import Copies, laid_out
 from phalanx.group.group import Group
-from phalanx.group.links import HEADER, PAYLOAD, Frame, Link
+from phalanx.group.link import HEADER, PAYLOAD, Frame, Link
 from phalanx.group.slow import LongWait
 from phalanx.group.works import DoneWork, PendingWork, Worker, seconds_of
 

@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from phalanx.errors import CollectiveTimeoutError, MisuseError, PeerLostError, name_ranks
 from phalanx.group import departures, slow
-from phalanx.group.links import Link, Switchboard
+from phalanx.group.link import Link
+from phalanx.group.links import Switchboard
 from phalanx.group.watchdog import Watchdog, world_name
 from phalanx.status.asking import Peer, socket_name
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from phalanx.group import call_site, dtypes, profiling, ticket
-from phalanx.group.links import TICKET
+from phalanx.group.link import TICKET
 from phalanx.group.ticket import Operation
 from phalanx.observe.timeline import Event, Part
 from phalanx.transport.reductions import Reduction
