@@ -35,7 +35,7 @@ from phalanx.reduce.backward import current_task
 from phalanx.reduce.bucket import HookRunner
 from phalanx.reduce.model import sparse_parameters
 from phalanx.reduce.reducer import Reducer
-from phalanx.reduce.watch import Local, weakly
+from phalanx.reduce.watch import Local, hook_on_output, weakly
 
 _TorchDDP = nn.parallel.DistributedDataParallel  # whatever takes its place there later
 
@@ -126,8 +126,8 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
         self._start_surface()
         self._remember_structure()
         self._reducer.on_build = weakly(self._make_broadcaster)
-        self._reducer.after_flush.append(weakly(self._average_buffers))
         self._start_guard()
+        self._reducer.after_flush.append(weakly(self._step_synchronised))
 
     def _make_broadcaster(self) -> None:
         tag = self._reducer.tag // 128 * 128 + (1 << 63)
@@ -188,6 +188,20 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
         said = self._group.core.exchange(ticket.bits(self._reducer.shown(), size))
         buffers.broadcast(self._group, self._reducer.show_only(ticket.members(said[root])), root)
 
+    def _step_synchronised(self) -> None:
+        """Do what follows a synchronised step, in an order that is the same on all ranks."""
+        if self._buffer_futures:
+            self._wait_for_buffer_hooks()
+        if self.modules_buffers:
+            self._sync_buffers_after_step()
+        self._logging.backward_ended()
+        if self.static_graph:
+            self._check_static_graph()
+        if self._buffer_policies:
+            self._average_buffers()
+        if self._guard is not None:
+            self._guard.flushed()
+
     # -- forward -------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -236,15 +250,15 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
 
     def _take_over_optimizers(self) -> None:
         self._in_backward = InBackwardOptimizers()
-        self._in_backward.take_over(self._reducer.parameters)
-        self._reducer.after_flush.append(self._in_backward.step)
+        if self._in_backward.take_over(self._reducer.parameters):
+            self._reducer.after_flush.append(self._in_backward.step)
 
     def _watch(self, output: Any, local: Local) -> None:
         """Have the reducer told when the gradient of an output arrives, before any of the parameters' do."""
         arrived = self._reducer.watch.announcer(local)
         for tensor in (output,) if isinstance(output, torch.Tensor) else _tensors(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(arrived)
+                hook_on_output(tensor, arrived)
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
         """Set training mode on the wrapped module too."""

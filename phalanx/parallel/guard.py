@@ -170,7 +170,6 @@ class Guarded(Wrapped):
         self._guard = None
         if self._group.core.size > 1:
             self._guard = self._reducer.monitor = Guard(self)
-            self._reducer.after_flush.append(self._guard.flushed)
 
     def check_replicas(self, buffers: bool = False) -> None:
         """Compare the parameters of all ranks, bit by bit; raise ReplicaDriftError on every rank if they differ.

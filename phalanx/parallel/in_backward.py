@@ -22,13 +22,17 @@ class InBackwardOptimizers:
     def __init__(self) -> None:
         self._parameters: list[torch.nn.Parameter] = []
 
-    def take_over(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Take the optimizers' own hooks off. Called at the first forward: they may come after wrapping."""
+    def take_over(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Take the optimizers' own hooks off, and return whether there are any.
+
+        Called at the first forward: they may come after wrapping.
+        """
         for parameter in parameters:
             if hasattr(parameter, "_in_backward_optimizers"):
                 for handle in sys.modules[_TORCH_MODULE].param_to_optim_hook_handle_map.pop(parameter, ()):
                     handle.remove()
                 self._parameters.append(parameter)
+        return bool(self._parameters)
 
     def step(self) -> None:
         """Step them on the synchronised gradients, which are then dropped."""

@@ -21,7 +21,6 @@ from phalanx.group.process_group import for_process_group
 from phalanx.parallel import buffers
 from phalanx.parallel.logging_data import LoggingData
 from phalanx.parallel.wrapped import Wrapped
-from phalanx.reduce.watch import weakly
 
 _BROADCAST_BUCKET_BYTES = 250 << 20
 
@@ -113,10 +112,6 @@ class TorchSurface(Wrapped):
         self._buffer_futures: list[torch.futures.Future[Any]] = []
         self._fetched: list[buffers.Received] = []
         self._authoritative_rank = 0
-        self._reducer.after_flush.append(weakly(self._wait_for_buffer_hooks))
-        self._reducer.after_flush.append(weakly(self._sync_buffers_after_step))
-        self._reducer.after_flush.append(self._logging.backward_ended)
-        self._reducer.after_flush.append(weakly(self._check_static_graph))
         self._first_used: frozenset[int] | None = None
         self._graph_changed = False
 
@@ -192,8 +187,6 @@ class TorchSurface(Wrapped):
 
     def _check_static_graph(self) -> None:
         """Hold the user to static_graph=True, with torch's texts; every rank sees the same."""
-        if not self.static_graph:
-            return
         used = self._reducer.statistics.used
         if self._first_used is None:
             self._first_used = used
@@ -294,8 +287,6 @@ class TorchSurface(Wrapped):
         Here it must not: ranks may evaluate alone. Ranks that have skipped the step have missed its forward, and
         get the buffers of one that has not, at once.
         """
-        if not self.modules_buffers:
-            return
         self._fetched.clear()
         # Here too: a rank that has skipped the step, or only follows, has had no forward to set it.
         self.__dict__["require_forward_param_sync"] = True

@@ -97,6 +97,9 @@ class Memory:
         takes: bool = True,
     ) -> None:
         """See Gradients.reduce; `spans` name the plan's regions."""
+        if len(self._stores) == 1:
+            self._stores[0][0].reduce(spans, scales, fence, takes)
+            return
         for store, places in self._stores:
             mine = [(places[region], start, stop) for region, start, stop in spans if region in places]
             store.reduce(mine, scales, fence, takes)

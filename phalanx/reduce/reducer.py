@@ -112,8 +112,8 @@ class Reducer:
         self._register()
         size = self.group.core.size
         everything = Ticket(Operation.GRADIENTS, 0, 0, self._elements, -1, self._tag, bitmap=self._all_bits, unit=0.0)
-        self._usual = everything.encode()
-        self._all_ranks, self._mean = list(range(size)), [1.0 / size] * size
+        self._usual, self._digest = everything.encode(), 0
+        self._all_ranks, self._mean, self._whole = list(range(size)), [1.0 / size] * size, tuple(self.plan.whole())
         self.stale = False
         self.on_build()
 
@@ -191,7 +191,9 @@ class Reducer:
         places = self._built()
         self.produced.update(fired)
         foreign = places.settle(self.produced)
-        self._usual = ticket.carrying(self._usual, self.monitor.flushing())
+        digest = self.monitor.flushing()
+        if digest != self._digest:
+            self._digest, self._usual = digest, ticket.carrying(self._usual, digest)
         rounds = self.schedule.due(self.everything, local)
         if self.weights.weighed:
             self.weights.enter(self.schedule.ledgers)
@@ -225,7 +227,7 @@ class Reducer:
             return
         if not self._posts:
             self._built().post(0, at_home=True)
-        spans = self.plan.whole() if len(used) == len(self.named) else self.plan.spans(used)
+        spans = self._whole if len(used) == len(self.named) else self.plan.spans(used)
         self._built().memory.reduce(spans, factors, fence, takes)
 
     @property

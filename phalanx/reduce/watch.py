@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
 from typing import Any
@@ -201,6 +202,19 @@ class Watch:
         For a backward in which an output was reached and no parameter: this rank may use only frozen ones.
         """
         return self._root is not None and all(map(_is_executed, _leaves(self._root)))
+
+
+def hook_on_output(output: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call `hook` with the gradient of `output` when it arrives; what output.register_hook(hook) does.
+
+    But for the handle, which nobody needs here and which costs most of it: this is done in every forward.
+    """
+    if type(output) is not torch.Tensor or output._backward_hooks is not None or torch.compiler.is_compiling():
+        output.register_hook(hook)
+        return
+    # register_hook() adds the user's own to the same dict; its numbers count from 0.
+    output._backward_hooks = OrderedDict(((-1, hook),))
+    output.grad_fn._register_hook_dict(output)  # type: ignore[union-attr]
 
 
 def _leaves(root: Any) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -160,6 +161,14 @@ def weighted_sum(parts: Sequence[torch.Tensor], scales: Sequence[float], out: to
             total.add_(piece, alpha=scale)
         if narrow:
             target.copy_(total)
+
+
+def summation(parts: Sequence[torch.Tensor], scales: Sequence[float], out: torch.Tensor) -> list[Callable[[], object]]:
+    """Return the calls that write sum(scale x part), in order, into `out`: what is decided once, is decided here."""
+    left = scale_left(scales, out.dtype)
+    if len(parts) == 2 and left == scales[0] == 0.5:
+        return [partial(torch.add, parts[0], parts[1], out=out), partial(out.mul_, left)]
+    return [partial(weighted_sum, parts, scales, out), partial(scale_into, out, left, out)]
 
 
 def scale_into(total: torch.Tensor, scale: float, out: torch.Tensor) -> None:

@@ -15,13 +15,13 @@ only after the next but one (see shm.py for why alternating slots suffice).
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from phalanx.transport.protocol import Fence
-from phalanx.transport.reductions import scale_into, scale_left, weighted_sum
+from phalanx.transport.reductions import scale_into, scale_left, summation, weighted_sum
 
 Layout = Sequence[tuple[torch.dtype, int]]
 Span = tuple[int, int, int]
@@ -113,7 +113,7 @@ class StagedGradients:
         self.offsets: list[int] = []
         self.memory = mmap.mmap(-1, max(_total(layout), 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._turn = 0
-        self._moves: dict[tuple[tuple[Span, ...], tuple[float, ...], int], list[_Move]] = {}
+        self._sums: dict[tuple[tuple[Span, ...], tuple[float, ...], int], list[Callable[[], object]]] = {}
         self._slots: list[list[list[torch.Tensor]]] = []
         at = shared = 0
         for dtype, count in layout:
@@ -147,25 +147,23 @@ class StagedGradients:
 
     def reduce(self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool = True) -> None:
         """See SharedGradients.reduce. Every rank may call this once the fence after posting is passed."""
-        for move in self._moves_for(tuple(spans), tuple(scales), self._turn) if takes else ():
-            weighted_sum(move.parts, move.scales, move.target)
-            scale_into(move.target, move.left, move.target)
+        for call in self._sums_for(tuple(spans), tuple(scales), self._turn) if takes else ():
+            call()
 
-    def _moves_for(self, spans: tuple[Span, ...], scales: tuple[float, ...], turn: int) -> list[_Move]:
-        found = self._moves.get((spans, scales, turn))
+    def _sums_for(self, spans: tuple[Span, ...], scales: tuple[float, ...], turn: int) -> list[Callable[[], object]]:
+        found = self._sums.get((spans, scales, turn))
         if found is not None:
             return found
-        if len(self._moves) > 50:
-            self._moves.clear()
+        if len(self._sums) > 50:
+            self._sums.clear()
         given = [scale for scale in scales if scale]
-        moves: list[_Move] = []
+        sums: list[Callable[[], object]] = []
         for region, start, stop in spans:
             slots = self._slots[region][turn]
             parts = [slot[start:stop] for slot, scale in zip(slots, scales, strict=True) if scale]
-            own = self.own[region][start:stop]
-            moves.append(_Move(parts, given, own, own, own, scale_left(given, own.dtype)))
-        self._moves[(spans, scales, turn)] = moves
-        return moves
+            sums += summation(parts, given, self.own[region][start:stop])
+        self._sums[(spans, scales, turn)] = sums
+        return sums
 
 
 def _total(layout: Layout) -> int:
