@@ -2,6 +2,7 @@
 # make test    run the tests
 # make ecosystem  run other people's libraries and scripts on Phalanx; installs them, a minute once
 # make bench   measure against torch's own DistributedDataParallel
+# make docs    build the site of the documentation in site/; a warning is an error
 #
 # Each sets up .venv first, which takes about a minute once.
 
@@ -10,7 +11,7 @@ BIN := .venv/bin
 # An editable installation points to one folder, so a copied tree needs its own.
 INSTALLED := .venv/installed-$(shell printf '%s' '$(CURDIR)' | cksum | cut -d ' ' -f 1)
 
-.PHONY: train test ecosystem bench clean
+.PHONY: train test ecosystem bench docs clean
 .DELETE_ON_ERROR:
 
 train: $(INSTALLED)
@@ -28,10 +29,14 @@ ecosystem: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/phalanx bench
 
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples]'
 	touch $@
 
 clean:
-	rm -rf .venv runs build *.egg-info .pytest_cache .hypothesis
+	rm -rf .venv runs build site *.egg-info .pytest_cache .hypothesis

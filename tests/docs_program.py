@@ -22,15 +22,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 import phalanx
 from phalanx import misuse
 from tests import ray_stand_in
 
-BEGINS_BY_ITSELF = ("phalanx.init()", "init_process_group(", "import phalanx.dropin", "import ray")
+BEGINS_BY_ITSELF = ("phalanx.init()", "init_process_group(", "import phalanx.dropin")
 
 
 class Batch(NamedTuple):
@@ -73,9 +72,6 @@ def run_block(block: dict[str, str], folder: Path) -> str:
         begins = any(words in block["code"] for words in BEGINS_BY_ITSELF)
         names: dict[str, Any] = {"__name__": "__main__"} if begins else taken_for_granted()
         exec(block["given"], names)
-        if block["name"].startswith("misuse.md"):
-            # The pages' own words: each right block is the answer to a wrong one of the same names.
-            names["y"] = names.get("x")
         exec(code, names)
     names.clear()
     phalanx.shutdown()

@@ -213,7 +213,8 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
         """What comes before the module; like the next two, of torch's name, for who overrides or calls them."""
         if current_task() == -1:
             self._reducer.forget_backward()
-        self._refuse_changed_graph()
+        if self._graph_changed:
+            self._refuse_changed_graph()
         if self._in_backward is None:
             self._take_over_optimizers()
         self._follow_model()
@@ -232,18 +233,16 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
         return inputs, kwargs
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        _TorchDDP._active_ddp_module = self  # what torch.compile asks for
-        try:
-            return self._modules["module"](*inputs, **kwargs)
-        finally:
-            # Not what was there before: that may be a model of another thread, which would be kept for good.
-            _TorchDDP._active_ddp_module = None
+        # Torch's class names itself active here, so that torch.compile cuts graphs at bucket boundaries. Nothing is
+        # exchanged before backward ends here: whole graphs are better.
+        return self._modules["module"](*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
         self._logging.forward_ended()
         if torch.is_grad_enabled():
             self._watch(output, self._local_now())
-            self._forward_done(output)
+            if self.modules_buffers:
+                self._buffers_used()
         elif self._low is not None:
             self._low.restore()
         return output

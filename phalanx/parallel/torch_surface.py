@@ -200,18 +200,17 @@ class TorchSurface(Wrapped):
             )
 
     def _refuse_changed_graph(self) -> None:
-        if self._graph_changed:
-            self._graph_changed = False
-            changed = sorted((self._first_used or frozenset()) ^ self._reducer.statistics.used)
-            self._log_and_throw(
-                RuntimeError,
-                "Expected to have finished reduction in the prior iteration before starting a new one. This error "
-                "indicates that your training graph has changed in this iteration, e.g., one parameter is used in "
-                "first iteration, but then got unused in the second iteration. this is not compatible with "
-                "static_graph set to True.\nParameter indices which did not receive grad for rank "
-                f"{self._group.core.rank}: {' '.join(map(str, changed))}\n"
-                "Instead: leave static_graph out, it is not needed.",
-            )
+        self._graph_changed = False
+        changed = sorted((self._first_used or frozenset()) ^ self._reducer.statistics.used)
+        self._log_and_throw(
+            RuntimeError,
+            "Expected to have finished reduction in the prior iteration before starting a new one. This error "
+            "indicates that your training graph has changed in this iteration, e.g., one parameter is used in "
+            "first iteration, but then got unused in the second iteration. this is not compatible with "
+            "static_graph set to True.\nParameter indices which did not receive grad for rank "
+            f"{self._group.core.rank}: {' '.join(map(str, changed))}\n"
+            "Instead: leave static_graph out, it is not needed.",
+        )
 
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
         pass
@@ -311,13 +310,13 @@ class TorchSurface(Wrapped):
         while self._buffer_futures:
             self._buffer_futures.pop(0).wait()
 
-    def _forward_done(self, output: Any) -> None:
+    def _buffers_used(self) -> None:
+        """Do what follows the forward of a model with buffers."""
         if self._has_buffer_hook_at(_BufferCommHookLocation.POST_FORWARD) and self.will_sync_module_buffers():
             self._run_buffer_hook()
-        if self.modules_buffers:
-            # As in torch, a forward after one under no_sync() leaves buffers alone: ranks may differ in how many
-            # micro-batches they have.
-            self.__dict__["require_forward_param_sync"] = self.require_backward_grad_sync
+        # As in torch, a forward after one under no_sync() leaves buffers alone: ranks may differ in how many
+        # micro-batches they have.
+        self.__dict__["require_forward_param_sync"] = self.require_backward_grad_sync
 
     def _register_buffer_comm_hook(
         self,
