@@ -32,6 +32,11 @@ from tests import ray_stand_in
 BEGINS_BY_ITSELF = ("phalanx.init()", "init_process_group(", "import phalanx.dropin")
 
 
+left_alone: list[dict[str, Any]] = []
+"""What blocks have made with torch's own wrapper over Gloo. To free it can wait for ever: for a thread of Gloo's, which
+waits for Python's global lock."""
+
+
 class Batch(NamedTuple):
     """A pair, with a length: the number of its items."""
 
@@ -73,7 +78,10 @@ def run_block(block: dict[str, str], folder: Path) -> str:
         names: dict[str, Any] = {"__name__": "__main__"} if begins else taken_for_granted()
         exec(block["given"], names)
         exec(code, names)
-    names.clear()
+    if "init_process_group(" in block["code"]:
+        left_alone.append(names)
+    else:
+        names.clear()
     phalanx.shutdown()
     misuse.silenced.clear()
     return said.getvalue()
@@ -95,3 +103,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # see left_alone

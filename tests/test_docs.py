@@ -96,8 +96,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[st
     program = [str(ROOT / "tests" / "docs_program.py"), "blocks.json", str(folder)]
     said = ""
     try:
-        run_command([str(BIN / "phalanx"), "run", "-n", "2", *program], folder, env={"PYTHONPATH": str(ROOT)})
-    except AssertionError as error:
+        run_command(
+            [str(BIN / "phalanx"), "run", "-n", "2", *program], folder, env={"PYTHONPATH": str(ROOT)}, timeout=100
+        )
+    except (AssertionError, subprocess.TimeoutExpired) as error:
         said = str(error)
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
     return [json.loads(file.read_text()) if file.exists() else {"": {"error": said}} for file in files]
@@ -106,9 +108,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[st
 @by_name
 def test_a_block_runs_on_two_ranks(block: Block, outcomes: list[dict[str, dict[str, str]]]) -> None:
     for rank, ended in enumerate(outcomes):
-        failed = [f"{name}: {each['error']}" for name, each in ended.items() if "error" in each]
-        outcome = ended.get(block.name, {"error": "not reached, because of\n" + "".join(failed)})
-        assert "error" not in outcome, f"on rank {rank}: {outcome['error']}"
+        assert "" not in ended, f"rank {rank} has not begun: {ended['']['error']}"
+        error = ended.get(block.name, {}).get("error", "")
+        assert not error, f"on rank {rank}: {error}"
+    failed = [name for ended in outcomes for name, each in ended.items() if "error" in each]
+    if failed:
+        pytest.skip(f"not told apart from {failed[0]}, which has failed")
+    assert all(block.name in ended for ended in outcomes)
 
 
 def test_what_is_to_print_the_same_does(outcomes: list[dict[str, dict[str, str]]]) -> None:
@@ -135,7 +141,8 @@ def test_a_block_that_is_not_run_here_compiles(block: Block) -> None:
 @pytest.mark.ecosystem
 @pytest.mark.parametrize("block", [each for each in PYTHON if each.said("needs")], ids=lambda block: block.name)
 def test_a_block_that_needs_a_library_runs(block: Block, tmp_path: Path) -> None:
-    pytest.importorskip(block.said("needs"))
+    if importlib.util.find_spec(block.said("needs")) is None:
+        pytest.skip("`make ecosystem` installs it")
     (tmp_path / "block.py").write_text(block.code)
     run_command([sys.executable, "block.py"], tmp_path)
 
@@ -257,10 +264,20 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert configuration["site_dir"] + "/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
+def exported(file: Path) -> list[str]:
+    """The names in a module's `__all__`."""
+    (found,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return found
+
+
 def test_the_reference_has_every_public_name() -> None:
     documented = set(re.findall(r"^::: (\S+)", PAGES["api.md"], re.M))
     public = {f"phalanx.{name}" for name in phalanx.__all__}
-    public |= {f"phalanx.checkpoint.{name}" for name in phalanx.checkpoint.__all__}
+    public |= {f"phalanx.checkpoint.{name}" for name in exported(ROOT / "phalanx" / "checkpoint" / "__init__.py")}
     assert not public - documented
     for name in documented - public:  # what those return
         module, _, attribute = name.rpartition(".")
@@ -280,10 +297,10 @@ def test_the_page_of_a_link_and_a_heading_are_read_as_written() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="`make docs` installs mkdocs")
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    run_command(build, ROOT, env={"NO_MKDOCS_2_WARNING": "1"})
     reference = (tmp_path / "site" / "api.html").read_text()
-    assert not [name for name in phalanx.__all__ if f'id="phalanx.{name}"' not in reference]
+    wanted = [*phalanx.__all__, "DistributedDataParallel.weigh", "DistributedDataParallel.no_sync"]
+    assert not [name for name in wanted if f'id="phalanx.{name}"' not in reference]
     assert (tmp_path / "site" / "how_it_works.html").read_text().count('class="mermaid"') == 3
     assert (tmp_path / "site" / "templates" / "job.sbatch").exists()
     assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000

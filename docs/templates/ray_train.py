@@ -1,6 +1,6 @@
-"""Train on four workers of a Ray cluster. Ray starts the ranks, so that no launcher is needed.
+"""Train on four workers of a Ray cluster.
 
-    python ray_train.py
+Ray starts the ranks, so that no launcher is needed: `python ray_train.py`.
 """
 
 from __future__ import annotations
