@@ -47,8 +47,12 @@ class Broadcaster:
             weakref.finalize(self, group.core.handlers.pop, key, None)
 
     def broadcast(self, root: int) -> None:
-        """Give every rank the values of rank `root`. A collective: every rank of the group."""
-        broadcast(self._group, self._tensors(), root, self._tag)
+        """Give every rank the values of rank `root`. A collective: every rank of the group.
+
+        As in torch, a graph that has saved the buffers stays valid: two forwards may come before a backward.
+        """
+        for received in _received(self._group, self._tensors(), root, self._tag):
+            received.put_unseen()
 
     def fetch(self, root: int) -> list[Received]:
         """As `broadcast`, but leave the tensors alone; `put` writes what has come into them."""
@@ -63,7 +67,7 @@ class Broadcaster:
         _share(self._group, flat, root, fence)
         if root in core.followers:
             _share(self._group, flat, active, fence)
-        _unpack(flat, pack)
+        Received(flat, pack).put_unseen()
 
 
 class Received:
@@ -77,6 +81,11 @@ class Received:
         """For a `put` that comes later: it does nothing if somebody has written to the tensors meanwhile."""
         self._versions = [tensor._version for tensor in self._pack]
         return self
+
+    def put_unseen(self) -> None:
+        """Write the values, unseen by autograd."""
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self._pack)):
+            _unpack(self._flat, self._pack)
 
     def put(self) -> None:
         """Write the values."""

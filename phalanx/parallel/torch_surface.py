@@ -262,6 +262,7 @@ class TorchSurface(Wrapped):
 
     def _sync_buffers(self) -> None:
         """Bring buffers in line before a forward, by the user's buffer hook if there is one."""
+        self._fetched.clear()
         if self.buffer_hook is None:
             if self._reducer.stale:
                 self._reducer.build()

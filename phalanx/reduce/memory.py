@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,11 +12,9 @@ from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.reduce.plan import Plan, Region
 from phalanx.transport.backend import BackendGradients
 from phalanx.transport.protocol import Fence
-from phalanx.transport.shared_gradients import SharedGradients, StagedGradients
+from phalanx.transport.shared_gradients import Cut, SharedGradients
 
-# A region is staged if it is small, and its gradients are on average: copying one into a slot then costs less than
-# having autograd add it to what is there.
-_STAGED_REGION_BYTES, _STAGED_MEAN_BYTES = 4 << 20, 32 << 10
+CUT = Cut()
 
 
 class Gradients(Protocol):
@@ -42,9 +39,9 @@ class Memory:
         self.own: list[torch.Tensor] = [torch.empty(0)] * len(plan.regions)
         self._stores: list[tuple[Gradients, dict[int, int]]] = []
         self._mapped: dict[int, tuple[mmap.mmap, int]] = {}
-        self._staged: dict[int, tuple[StagedGradients, int]] = {}
-        members = Counter(place[0] for place in plan.places if place is not None)
-        makers = [_maker(group, region, members[number]) for number, region in enumerate(plan.regions)]
+        self.shared: SharedGradients | None = None
+        self.staged: dict[int, int] = {}  # regions whose contributions are posted, and their numbers in `shared`
+        makers = [_maker(group, region) for region in plan.regions]
         for kind in dict.fromkeys(makers):
             numbers = [number for number, maker in enumerate(makers) if maker == kind]
             layout = [(getattr(torch, plan.regions[n].dtype), plan.regions[n].count) for n in numbers]
@@ -54,9 +51,8 @@ class Memory:
                 self.own[number] = store.own[place]
                 if not isinstance(store, BackendGradients):
                     self._mapped[number] = (store.memory, store.offsets[place])
-                if isinstance(store, StagedGradients):
-                    self._staged[number] = (store, place)
-        self.staged = frozenset(self._staged)
+                if isinstance(store, SharedGradients):
+                    self.shared, self.staged[number] = store, place
         self.at_home = [flat for number, flat in enumerate(self.own) if number not in self.staged]
 
     def view(self, region: int, start: int, like: torch.Tensor) -> torch.Tensor:
@@ -73,17 +69,7 @@ class Memory:
             memory, offset = mapped
             at = offset + start * like.element_size()
             flat = torch.frombuffer(memory, dtype=like.dtype, count=count, offset=at)
-        return _shaped(flat, like)
-
-    def slot_view(self, turn: int, region: int, start: int, like: torch.Tensor) -> torch.Tensor:
-        """Where the contribution of parameter `like`, of a staged region, is posted in turn 0 or 1."""
-        store, place = self._staged[region]
-        return _shaped(store.slot(turn, place)[start : start + like.numel()], like)
-
-    def posted(self, turn: int) -> None:
-        """Say in which turn contributions to staged regions have been posted."""
-        for store, _ in self._staged.values():
-            store.posted(turn)
+        return shaped(flat, like)
 
     def has_own_storage(self, region: int) -> bool:
         """Whether each gradient of the region has a storage of its own, so that its users can be counted."""
@@ -105,13 +91,11 @@ class Memory:
             store.reduce(mine, scales, fence, takes)
 
 
-def _maker(group: PhalanxProcessGroup, region: Region, members: int) -> tuple[type[Gradients], str]:
-    """The kind of memory for a region with so many gradients, and its device."""
+def _maker(group: PhalanxProcessGroup, region: Region) -> tuple[type[Gradients], str]:
+    """The kind of memory for a region, and its device."""
     if torch.device(region.device).type != "cpu" or not (group.core.size == 1 or group.shares_memory):
         return BackendGradients, region.device
-    size = region.count * getattr(torch, region.dtype).itemsize
-    staged = size <= _STAGED_REGION_BYTES and size <= members * _STAGED_MEAN_BYTES
-    return StagedGradients if staged else SharedGradients, region.device
+    return SharedGradients, region.device
 
 
 def _make_store(
@@ -120,15 +104,12 @@ def _make_store(
     core = group.core
     if kind is BackendGradients:
         return BackendGradients(group, layout, torch.device(device))
-    if kind is StagedGradients:
-        arena = None if core.size == 1 else core.arena(StagedGradients.bytes_needed(core.size, layout))
-        return StagedGradients(core.rank, core.size, arena, layout)
-    needed = SharedGradients.bytes_needed(core.size, layout)
-    arena = mmap.mmap(-1, needed) if core.size == 1 else core.arena(needed)
-    return SharedGradients(core.rank, core.size, arena, layout)
+    arena = None if core.size == 1 else core.arena(SharedGradients.bytes_needed(core.size, layout, CUT))
+    return SharedGradients(core.rank, core.size, arena, layout, CUT)
 
 
-def _shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Memory as the gradient of `like`, with its shape and strides. No view for autograd."""
     storage, at = flat.untyped_storage(), flat.storage_offset()
     return flat.new_empty(0).set_(storage, at, like.shape, dense_strides(like))
 

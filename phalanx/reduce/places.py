@@ -1,6 +1,6 @@
 """Where the gradients of one model are: their places in gradient memory, and what p.grad shows.
 
-A place is either at home or staged, by the size of its region (see transport/shared_gradients.py). Before
+A place is staged where the ranks share memory (see transport/shared_gradients.py), and else at home. Before
 backward every parameter without a gradient whose place is at home is lent it, zeroed, so that autograd
 accumulates straight into it. A gradient whose place is staged is made by autograd, posted when it is time, and
 replaced by the place with the result. A gradient that lives elsewhere (the user's own tensor, a sparse one,
@@ -22,8 +22,9 @@ import torch
 
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.reduce.holders import Holders
-from phalanx.reduce.memory import Memory
+from phalanx.reduce.memory import Memory, shaped
 from phalanx.reduce.plan import Plan
+from phalanx.reduce.posting import Posting, copy
 
 # One pass of map() over hundreds of parameters costs a fraction of a loop's.
 _gradient, _requires_grad, _version = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
@@ -63,7 +64,7 @@ class Places:
         self.placed = [index for index, view in enumerate(self.views) if view is not None]
         self.staged = [index for index in self.placed if plan.places[index][0] in self.memory.staged]
         self._at_home = [index for index in self.placed if plan.places[index][0] not in self.memory.staged]
-        self._slots = [[self._slot(turn, index) for index in self.staged] for turn in (0, 1)]
+        self._posting = self._new_posting()
         self.held: set[int] = set()
         self.hidden = False  # whether some parameter showed no gradient at the last settle()
         self._pointers = [0 if view is None else view.data_ptr() for view in self.views]
@@ -80,9 +81,16 @@ class Places:
         if older is not None:
             self._move_in(older)
 
-    def _slot(self, turn: int, index: int) -> torch.Tensor:
-        region, start = self.plan.places[index]
-        return self.memory.slot_view(turn, region, start, self._params[index])
+    def _new_posting(self) -> Posting | None:
+        store = self.memory.shared
+        if store is None:
+            return None
+        places = [self.plan.places[index] for index in self.staged]
+        starts = [(self.memory.staged[region], start) for region, start in places]
+        params = self._params
+        posting = Posting(store, self.staged, starts, self.views, lambda flat, i: shaped(flat, params[i]))
+        store.post = posting.post
+        return posting
 
     def _shows_place(self, index: int) -> bool:
         return pointer(self._params[index].grad) == self._pointers[index]
@@ -189,6 +197,7 @@ class Places:
             self._holders_staged.leave_kept()
         given = self._given = list(map(_gradient, self._params))
         self._all_made = len(self._made) == len(given) and not any(map(is_, given, _NONES))
+        self._set_aside(False)
         if self._all_made:
             self.hidden = False
             return self.placed
@@ -198,6 +207,7 @@ class Places:
             pointers = list(map(pointer, given))
         self.hidden = 0 in pointers
         if pointers == self._pointers:
+            self._set_aside(True)
             return ()
         return self._settle_each(pointers, produced)
 
@@ -208,6 +218,7 @@ class Places:
             if gradient is None:
                 if index in self.held:
                     self._given[index] = view
+                    self._set_aside(True)
                     continue
                 produced.discard(index)
                 if view is not None and index not in staged:
@@ -216,29 +227,40 @@ class Places:
                 if gradient is view:  # p.grad.data has been replaced
                     view = self.views[index] = self._renewed(index)
                 if index not in staged:
-                    _copy(gradient, view)
+                    copy(gradient, view)
                 foreign.append(index)
+            elif view is not None:
+                self._set_aside(True)
         return foreign
+
+    def _set_aside(self, aside: bool) -> None:
+        """Say whether contributions are where results would go."""
+        if self.memory.shared is not None:
+            self.memory.shared.aside = aside
 
     def post(self, step: int, at_home: bool = False) -> None:
         """Post the staged contributions for a reduction that begins with fence `step`; or put them `at_home`.
 
         Whoever is alone, or hands gradients to a communication hook, wants them at home.
         """
-        if not self.staged:
+        if self._posting is None or self.memory.shared is None:
             return
-        self._posted, turn = True, step & 1
-        slots = [self.views[index] for index in self.staged] if at_home else self._slots[turn]
-        self.memory.posted(turn)
-        if self._all_made:
-            torch._foreach_copy_(slots, self._given)
-            return
-        for slot, index in zip(slots, self.staged, strict=True):
-            given = self._given[index]
-            if given is None:
-                slot.zero_()
-            elif given is not slot:
-                _copy(given, slot)
+        self._posted = True
+        if not at_home:
+            self._posting.begin(self._given, self._all_made)
+            self.memory.shared.begin(step & 1)
+        elif self._all_made:
+            torch._foreach_copy_(self.views, self._given)
+        else:
+            for index in self.staged:
+                self._bring_home(index)
+
+    def _bring_home(self, index: int) -> None:
+        given, view = self._given[index], self.views[index]
+        if given is None:
+            view.zero_()
+        elif given is not view:
+            copy(given, view)
 
     def foreign_among(self, indices: Iterable[int]) -> list[int]:
         """Those of `indices` that have a gradient which does not live in its place."""
@@ -256,6 +278,8 @@ class Places:
         What somebody has got hold of meanwhile (a hook) is not replaced, but written to.
         """
         posted, self._posted = self._posted, False
+        if self._posting is not None:
+            self._posting.end()
         if not foreign or not (posted or self._at_home):
             return
         params, views = self._params, self.views
@@ -289,14 +313,9 @@ class Places:
             if view is None or gradient is None:
                 continue
             if pointer(gradient) != self._pointers[index]:
-                _copy(gradient, view)
+                copy(gradient, view)
             self._params[index].grad = None
             self.held.add(index)
-
-
-@torch.no_grad()
-def _copy(gradient: torch.Tensor, view: torch.Tensor) -> None:
-    view.copy_(gradient if gradient.layout is torch.strided else gradient.to_dense())
 
 
 def pointer(gradient: torch.Tensor | None) -> int:

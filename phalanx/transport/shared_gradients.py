@@ -1,15 +1,17 @@
-"""Where the gradients of one reducer live when the ranks share memory, and how they are added up.
+"""How the gradients of one reducer are added up when the ranks share memory.
 
-Large gradients are at home in shared memory: autograd accumulates into this rank's slot, and every rank adds
-up one segment of all slots, into a result that all copy over their slots when it is complete. Until then every
-contribution is intact, so that a reduction can be repeated after a death. (Writing the sum into all slots at
-once is faster by itself at 25 MiB, and made whole steps slower: the optimizer then finds half of its gradients
-in the other core's caches.)
+Autograd makes gradients where it likes: having it add to memory of ours, zeroed before, costs more than to copy what
+it has made once. They are reduced in pieces that fit into caches, and shared memory holds two of them per rank:
 
-Small ones, of which a model may have hundreds, are staged: autograd makes them where it likes, which is
-cheaper by far than adding to something that is there; they are copied into a slot, and every rank adds
-up all slots for itself, into memory of its own. That needs no second exchange: a slot is written again
-only after the next but one (see shm.py for why alternating slots suffice).
+    post    a rank copies its contribution to a piece into its slot
+    add     few ranks: each adds up all slots for itself. Many: each adds up one segment, into a result that all copy
+
+While one piece is added up, the next one is posted into the other slot; the fence after that says that both is done
+everywhere. A slot is written again only after the next but one (see shm.py for why alternating slots suffice). What
+is small is one piece, posted before the tickets' fence, and needs no other.
+
+Results go to memory of this rank's own, never to where a contribution is that has not been reduced yet: until the
+last fence every contribution is intact, so that a reduction can be repeated after a death.
 """
 
 from __future__ import annotations
@@ -21,149 +23,201 @@ from typing import NamedTuple
 import torch
 
 from phalanx.transport.protocol import Fence
-from phalanx.transport.reductions import scale_into, scale_left, summation, weighted_sum
+from phalanx.transport.reductions import summation
 
 Layout = Sequence[tuple[torch.dtype, int]]
 Span = tuple[int, int, int]
 """Region, start, stop."""
+Calls = list[Callable[[], object]]
 
 _ALIGN = 64
 
 
-class _Move(NamedTuple):
-    """What one rank does of one span: the slots that count and their scales, and where results go."""
+class Cut(NamedTuple):
+    """All gradients together are one piece up to `whole` bytes; beyond, pieces have `piece` bytes.
 
-    parts: list[torch.Tensor]
-    scales: list[float]
-    target: torch.Tensor
-    own: torch.Tensor
-    result: torch.Tensor
-    left: float  # the scale that is left for the copy
+    Up to `direct` ranks, each adds up all slots of a piece for itself.
+    """
+
+    whole: int = 4 << 20
+    piece: int = 2 << 20
+    direct: int = 3
+
+
+class Part(NamedTuple):
+    """Elements `start` to `stop` of a region, in the slot of a piece from byte `offset` on."""
+
+    region: int
+    start: int
+    stop: int
+    offset: int
+
+
+class _Program(NamedTuple):
+    """What a rank calls, by turn and piece: to add up, and to take over what others have added up."""
+
+    add: list[list[Calls]]
+    take: list[list[Calls]]
 
 
 class SharedGradients:
-    """A slot per rank and one result area, for each dtype. `own` are this rank's slots."""
+    """The slots of all ranks, and `own`: this rank's results, and contributions that are accumulated there.
 
-    def __init__(self, rank: int, size: int, arena: mmap.mmap, layout: Layout) -> None:
-        self._rank, self._size = rank, size
-        self.own: list[torch.Tensor] = []
-        self.offsets: list[int] = []
-        self.memory = arena
-        self._moves: dict[tuple[tuple[Span, ...], tuple[float, ...]], list[_Move]] = {}
-        self._slots: list[list[torch.Tensor]] = []
-        self._results: list[torch.Tensor] = []
-        at = 0
-        for dtype, count in layout:
-            views = []
-            for place in range(size + 1):
-                if place == rank:
-                    self.offsets.append(at)
-                views.append(torch.frombuffer(arena, dtype=dtype, count=count, offset=at))
-                at += _aligned(count * dtype.itemsize)
-            self._slots.append(views[:-1])
-            self._results.append(views[-1])
-            self.own.append(views[rank])
+    `post(piece, turn)` copies this rank's contribution to a piece into its slot; it is replaced by whoever
+    knows of contributions that are not in `own`. `aside` says that some contributions are there.
+    """
 
-    @staticmethod
-    def bytes_needed(size: int, layout: Layout) -> int:
-        """How large the arena must be for `size` ranks. Only touched pages become real."""
-        return (size + 1) * _total(layout)
-
-    def reduce(self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool = True) -> None:
-        """Replace `spans` of every rank by sum(scale[r] x slot of r), in rank order.
-
-        A rank of scale 0 is not read. Equal scales are applied to the sum, so that it is rounded once. A rank
-        that does not take the result keeps what it has.
-        """
-        moves = self._moves_for(tuple(spans), tuple(scales))
-        for move in moves:
-            weighted_sum(move.parts, move.scales, move.target)
-        fence()
-        for move in moves if takes else ():
-            scale_into(move.result, move.left, move.own)
-
-    def _segment(self, start: int, stop: int) -> tuple[int, int]:
-        length = stop - start
-        return start + length * self._rank // self._size, start + length * (self._rank + 1) // self._size
-
-    def _moves_for(self, spans: tuple[Span, ...], scales: tuple[float, ...]) -> list[_Move]:
-        found = self._moves.get((spans, scales))
-        if found is not None:
-            return found
-        if len(self._moves) > 50:
-            self._moves.clear()
-        given = [scale for scale in scales if scale]
-        moves: list[_Move] = []
-        for region, start, stop in spans:
-            low, high = self._segment(start, stop)
-            parts = [slot[low:high] for slot, scale in zip(self._slots[region], scales, strict=True) if scale]
-            own, result = self.own[region][start:stop], self._results[region][start:stop]
-            left = scale_left(given, own.dtype)
-            moves.append(_Move(parts, given, self._results[region][low:high], own, result, left))
-        self._moves[(spans, scales)] = moves
-        return moves
-
-
-class StagedGradients:
-    """Two slots per rank, for contributions, and memory of this rank's own, for results, for each dtype."""
-
-    def __init__(self, rank: int, size: int, arena: mmap.mmap | None, layout: Layout) -> None:
-        self._rank, self._size = rank, size
-        self.own: list[torch.Tensor] = []
-        self.offsets: list[int] = []
-        self.memory = mmap.mmap(-1, max(_total(layout), 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        arena: mmap.mmap | None,
+        layout: Layout,
+        cut: Cut,
+    ) -> None:
+        self._rank, self._size, self._arena, self._layout = rank, size, arena, layout
+        self.memory, self.own, self.offsets = _private(layout)
+        self.pieces = pieces_of(layout, cut if size > 1 else Cut(whole=_total(layout)))
+        self._slot_bytes = _slot_bytes(self.pieces, layout)
+        self._direct = size <= cut.direct or len(self.pieces) == 1
+        self._spare: list[torch.Tensor] | None = None
         self._turn = 0
-        self._sums: dict[tuple[tuple[Span, ...], tuple[float, ...], int], list[Callable[[], object]]] = {}
-        self._slots: list[list[list[torch.Tensor]]] = []
-        at = shared = 0
-        for dtype, count in layout:
-            own = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=at)
-            self.own.append(own)
-            self.offsets.append(at)
-            step = _aligned(count * dtype.itemsize)
-            at += step
-            if arena is None:
-                self._slots.append([[own], [own]])
-                continue
-            slots = [
-                torch.frombuffer(arena, dtype=dtype, count=count, offset=shared + place * step)
-                for place in range(2 * size)
-            ]
-            shared += 2 * size * step
-            self._slots.append([slots[:size], slots[size:]])
+        self._programs: dict[tuple[tuple[Span, ...], tuple[float, ...], bool], _Program] = {}
+        self.post: Callable[[int, int], None] = self._post_own
+        self.aside = False
 
     @staticmethod
-    def bytes_needed(size: int, layout: Layout) -> int:
+    def bytes_needed(size: int, layout: Layout, cut: Cut) -> int:
         """How large the arena must be for `size` ranks."""
-        return 2 * size * _total(layout)
+        return 2 * (size + 1) * _slot_bytes(pieces_of(layout, cut), layout)
 
-    def slot(self, turn: int, region: int) -> torch.Tensor:
-        """Where this rank posts its contributions to a region in turn 0 or 1."""
-        return self._slots[region][turn][self._rank]
+    def slot(self, turn: int, part: Part, rank: int | None = None) -> torch.Tensor:
+        """Where a rank, or this one, posts its contribution to a part in turn 0 or 1; `size` has the results."""
+        if self._arena is None:
+            return self.own[part.region][part.start : part.stop]
+        place = turn * (self._size + 1) + (self._rank if rank is None else rank)
+        return torch.frombuffer(
+            self._arena, dtype=self._layout[part.region][0], count=part.stop - part.start,
+            offset=place * self._slot_bytes + part.offset,
+        )  # fmt: skip
 
-    def posted(self, turn: int) -> None:
-        """Say in which turn all ranks have posted what is reduced next."""
+    def begin(self, turn: int) -> None:
+        """Post the first piece, in the turn of the fence that comes next."""
         self._turn = turn
+        self.post(0, turn)
+
+    def _post_own(self, piece: int, turn: int) -> None:
+        for part in self.pieces[piece]:
+            self.slot(turn, part).copy_(self.own[part.region][part.start : part.stop])
 
     def reduce(self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool = True) -> None:
-        """See SharedGradients.reduce. Every rank may call this once the fence after posting is passed."""
-        for call in self._sums_for(tuple(spans), tuple(scales), self._turn) if takes else ():
-            call()
+        """Replace `spans` of every rank by sum(scale[r] x contribution of r), in rank order.
 
-    def _sums_for(self, spans: tuple[Span, ...], scales: tuple[float, ...], turn: int) -> list[Callable[[], object]]:
-        found = self._sums.get((spans, scales, turn))
-        if found is not None:
-            return found
-        if len(self._sums) > 50:
-            self._sums.clear()
+        Every rank calls it after begin() and the fence that follows. A rank of scale 0 is not read. Equal scales
+        are applied to the sum, so that it is rounded once. A rank that does not take the result keeps what it has.
+        """
+        last, turn = len(self.pieces) - 1, self._turn
+        aside = self.aside and last > 0
+        program = self._program(tuple(spans), tuple(scales), aside)
+        for piece in range(last + 1):
+            following = fence.step & 1
+            if piece < last:
+                self.post(piece + 1, following)
+            if takes or not self._direct:
+                for call in program.add[turn][piece]:
+                    call()
+            if piece < last or not self._direct:
+                fence()
+            if takes and not self._direct:
+                for call in program.take[turn][piece]:
+                    call()
+            turn = following
+        if aside and takes:
+            for region, start, stop in spans:
+                self.own[region][start:stop].copy_(self._results(True)[region][start:stop])
+
+    def _results(self, aside: bool) -> list[torch.Tensor]:
+        if not aside:
+            return self.own
+        if self._spare is None:
+            self._spare = _private(self._layout)[1]
+        return self._spare
+
+    def _program(self, spans: tuple[Span, ...], scales: tuple[float, ...], aside: bool) -> _Program:
+        found = self._programs.get((spans, scales, aside))
+        if found is None:
+            if len(self._programs) > 50:
+                self._programs.clear()
+            add, take = [], []
+            for turn in (0, 1):
+                both = [self._calls(turn, piece, spans, scales, aside) for piece in self.pieces]
+                add.append([calls for calls, _ in both])
+                take.append([calls for _, calls in both])
+            found = self._programs[(spans, scales, aside)] = _Program(add, take)
+        return found
+
+    def _calls(
+        self, turn: int, piece: Sequence[Part], spans: Sequence[Span], scales: Sequence[float], aside: bool
+    ) -> tuple[Calls, Calls]:
+        add: Calls = []
+        take: Calls = []
         given = [scale for scale in scales if scale]
-        sums: list[Callable[[], object]] = []
-        for region, start, stop in spans:
-            slots = self._slots[region][turn]
-            parts = [slot[start:stop] for slot, scale in zip(slots, scales, strict=True) if scale]
-            sums += summation(parts, given, self.own[region][start:stop])
-        self._sums[(spans, scales, turn)] = sums
-        return sums
+        results = self._results(aside)
+        for part in piece:
+            slots = [self.slot(turn, part, rank) for rank, scale in enumerate(scales) if scale]
+            for region, start, stop in spans:
+                low, high = max(start, part.start), min(stop, part.stop)
+                if region != part.region or low >= high:
+                    continue
+                own = results[region][low:high]
+                low, high = low - part.start, high - part.start
+                if self._direct:
+                    add += summation([slot[low:high] for slot in slots], given, own)
+                    continue
+                common = self.slot(turn, part, self._size)
+                take.append(_copying(common[low:high], own))
+                length = high - low
+                low, high = low + length * self._rank // self._size, low + length * (self._rank + 1) // self._size
+                add += summation([slot[low:high] for slot in slots], given, common[low:high])
+        return add, take
+
+
+def _copying(source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+    return lambda: target.copy_(source)
+
+
+def pieces_of(layout: Layout, cut: Cut) -> list[list[Part]]:
+    """The pieces that regions are cut into. Pure."""
+    room = limit = max(cut.whole if _total(layout) <= cut.whole else cut.piece, _ALIGN)
+    pieces: list[list[Part]] = [[]]
+    for region, (dtype, count) in enumerate(layout):
+        start = 0
+        while start < count:
+            if room < _ALIGN:
+                pieces.append([])
+                room = limit
+            taken = min(count - start, room // _ALIGN * _ALIGN // dtype.itemsize)
+            pieces[-1].append(Part(region, start, start + taken, limit - room))
+            start += taken
+            room -= _aligned(taken * dtype.itemsize)
+    return pieces
+
+
+def _slot_bytes(pieces: Sequence[Sequence[Part]], layout: Layout) -> int:
+    ends = [part.offset + (part.stop - part.start) * layout[part.region][0].itemsize for p in pieces for part in p]
+    return _aligned(max(ends, default=0))
+
+
+def _private(layout: Layout) -> tuple[mmap.mmap, list[torch.Tensor], list[int]]:
+    """Memory of this process's own for a layout, its regions, and their offsets. Only touched pages become real."""
+    memory = mmap.mmap(-1, max(_total(layout), 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    regions, offsets = [], []
+    at = 0
+    for dtype, count in layout:
+        regions.append(torch.frombuffer(memory, dtype=dtype, count=count, offset=at))
+        offsets.append(at)
+        at += _aligned(count * dtype.itemsize)
+    return memory, regions, offsets
 
 
 def _total(layout: Layout) -> int:

@@ -24,7 +24,7 @@ from phalanx.transport.backend import BackendGradients
 from phalanx.transport.protocol import Transport
 from phalanx.transport.reductions import Reduction
 from phalanx.transport.ring import GroupEndpoint, Ring
-from phalanx.transport.shared_gradients import SharedGradients, StagedGradients
+from phalanx.transport.shared_gradients import Cut, SharedGradients
 from phalanx.transport.shm import SharedMemory, arena_bytes
 from tests.collective_programs import COMPLEX, FLOATS, INTEGERS, same, summed, values
 
@@ -296,15 +296,18 @@ def test_a_call_that_raised_on_some_ranks_does_not_mix_the_slots_of_the_next() -
 # -- gradients -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["shared memory", "staged", "gloo", "ring"])
+@pytest.mark.parametrize("kind", ["one piece", "pieces", "pieces and segments", "gloo", "ring"])
 def test_gradients_are_scaled_sums_and_a_rank_of_weight_zero_is_not_read(kind: str) -> None:
     layout = [(torch.float32, 1001), (torch.bfloat16, 64)]
+    cut = Cut() if kind == "one piece" else Cut(0, 192, direct=2 if "segments" in kind else 3)
 
     def program(rank: int) -> list[list[float]]:
         if kind not in ("gloo", "ring"):
             core = dist.group.WORLD.core
-            made = StagedGradients if kind == "staged" else SharedGradients
-            store: Any = made(rank, 3, core.arena(made.bytes_needed(3, layout)), layout)
+            arena = core.arena(SharedGradients.bytes_needed(3, layout, cut))
+            store: Any = SharedGradients(rank, 3, arena, layout, cut)
+            assert len(store.pieces) == (1 if kind == "one piece" else 22)
+            store.aside = True  # they are where the results go
         else:
             store = BackendGradients(dist.new_group([0, 1, 2], backend="phalanx", pg_options=kind), layout)
             core = dist.group.WORLD.core
@@ -315,11 +318,8 @@ def test_gradients_are_scaled_sums_and_a_rank_of_weight_zero_is_not_read(kind: s
             if not scales[rank]:
                 store.own[0].fill_(float("nan"))
             with core.collective(ticket.plain(Operation.GRADIENTS, 0, 0, 1, -1)) as fence:
-                if kind == "staged":
-                    turn = fence.step & 1
-                    for region, own in enumerate(store.own):
-                        store.slot(turn, region).copy_(own)
-                    store.posted(turn)
+                if kind not in ("gloo", "ring"):
+                    store.begin(fence.step & 1)
                 fence()
                 store.reduce([(0, 0, 1000), (1, 3, 64)], scales, fence)
             seen.append([*store.own[0][[0, 999, 1000]].tolist(), *store.own[1][[2, 3, 63]].tolist()])

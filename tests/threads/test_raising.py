@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from phalanx import DistributedDataParallel, PeerFailedError
+from phalanx.reduce import memory
 from phalanx.testing import run
+from phalanx.transport.shared_gradients import Cut
 from tests.threads.small_models import Branches, ddp, one, same_on_all, values, x_of
 
 
@@ -51,6 +54,40 @@ def test_a_backward_that_raised_on_all_ranks_then_a_good_step(reset: bool, n: in
 
     mean = (n + 1) / 2
     assert same_on_all(n, program) == [{"a.weight": mean, "b.weight": mean}] * 2
+
+
+@pytest.mark.parametrize("direct", [3, 1], ids=["pieces", "segments"])
+@pytest.mark.parametrize("reset", [True, False])
+def test_a_reduction_that_fails_between_pieces_leaves_every_contribution_as_it_was(
+    reset: bool, direct: int, monkeypatch: pytest.MonkeyPatch
+):
+    """So that survivors can repeat the step. With reset=False gradients lie where results go."""
+    monkeypatch.setattr(memory, "CUT", Cut(0, 64, direct))
+
+    def program(rank: int) -> tuple[Tensor, Tensor]:
+        model = DistributedDataParallel(nn.Linear(100, 1, bias=False))
+        x = torch.full((1, 100), rank + 1.0)
+        model(x).sum().backward()
+        model.zero_grad(set_to_none=reset)
+        with model.no_sync():
+            model(x).sum().backward()
+        given = model.module.weight.grad.clone()
+        shared = model._reducer._built().memory.shared
+        post = shared.post
+
+        def fail(piece: int, turn: int) -> None:
+            if rank == 1 and piece == 3:
+                raise OSError("no memory")
+            post(piece, turn)
+
+        shared.post = fail
+        with pytest.raises(OSError if rank == 1 else PeerFailedError) as caught:
+            model(x).sum().backward()
+        model._group.announce_failure(caught.value)
+        return given, model.module.weight.grad
+
+    for given, left in run(2, program):
+        assert torch.equal(left, 2 * given)
 
 
 def test_after_a_backward_that_raised_only_what_fired_has_a_gradient():

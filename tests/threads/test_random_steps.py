@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx import DistributedDataParallel
+from phalanx.reduce import memory
 from phalanx.testing import generator, oracle, run
+from phalanx.transport.shared_gradients import Cut
 from tests.threads.small_models import filled
 
 LAYERS = "abcde"
@@ -292,9 +294,22 @@ def check(first_seed: int) -> None:
     assert counts == [sum(len(plan.steps) for plan in plans)] * ranks
 
 
+@pytest.fixture(params=[Cut(0, 128, direct=3), Cut(0, 128, direct=1)], ids=["pieces", "segments"])
+def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cut:
+    """How gradients are cut: by default such small ones are one piece."""
+    monkeypatch.setattr(memory, "CUT", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("first_seed", range(0, IN_CI, SEQUENCES_PER_WORLD))
 def test_random_steps(first_seed: int):
     check(first_seed)
+
+
+@pytest.mark.parametrize("first_seed", range(0, IN_CI, 8 * SEQUENCES_PER_WORLD))
+def test_random_steps_in_pieces(first_seed: int, cut: Cut):
+    check(first_seed + SEQUENCES_PER_WORLD)  # of two ranks
+    check(first_seed + 3 * SEQUENCES_PER_WORLD)  # of four
 
 
 @pytest.mark.full

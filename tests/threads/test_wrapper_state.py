@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx import MisuseError
-from phalanx.testing import run
+from phalanx import DistributedDataParallel, MisuseError
+from phalanx.testing import generator, run
 from tests.threads.small_models import Branches, ddp, filled, one, same_on_all, values, x_of
 
 
@@ -89,6 +89,23 @@ def test_without_init_sync_every_rank_keeps_its_own():
         return ddp(module, init_sync=False).module.weight.item()
 
     assert run(2, program) == [0.0, 1.0]
+
+
+def test_two_training_forwards_may_come_before_one_backward():
+    """Buffers are copied before the second one, which a graph that has saved them must not notice."""
+
+    def program(rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        ddp = DistributedDataParallel(copy.deepcopy(model))
+        for real, made in [(1.0, 2.0), (3.0, 5.0)]:
+            x = torch.randn(4, 3, generator=generator(rank))
+            ddp.zero_grad()
+            (ddp(real * x) - ddp(made * x) ** 2).sum().backward()
+        return [p.grad for p in ddp.parameters()]
+
+    first, second = run(2, program)
+    assert all(torch.equal(a, b) and a.abs().sum() > 0 for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("forward_sync", [True, False])

@@ -1,0 +1,110 @@
+"""Copying a rank's contributions into its slots, piece by piece, wherever the gradients are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from phalanx.transport.shared_gradients import SharedGradients
+
+
+class _Part(NamedTuple):
+    """Elements `low` to `high`, in memory order, of a parameter's gradient; `whole` if these are all."""
+
+    parameter: int
+    low: int
+    high: int
+    whole: bool
+
+
+class Posting:
+    """Posts the gradients of `indices`, whose places are at elements `starts` of regions of `store`.
+
+    `views[i]` is the place of parameter i: its gradient's shape and strides. `shaped(flat, i)` gives a flat
+    range of memory these.
+    """
+
+    def __init__(
+        self,
+        store: SharedGradients,
+        indices: Sequence[int],
+        starts: Sequence[tuple[int, int]],
+        views: Sequence[torch.Tensor | None],
+        shaped: Callable[[torch.Tensor, int], torch.Tensor],
+    ) -> None:
+        self._strides = {index: view.stride() for index in indices if (view := views[index]) is not None}
+        self._given: Sequence[torch.Tensor | None] = ()
+        self._fresh = False
+        self._flat: dict[int, torch.Tensor] = {}
+        self._parts: list[list[_Part]] = []
+        self._slots: list[list[list[torch.Tensor]]] = [[], []]
+        counts = {index: view.numel() for index in indices if (view := views[index]) is not None}
+        for piece in store.pieces:
+            found: list[tuple[_Part, list[torch.Tensor]]] = []
+            for each in piece:
+                flat = [store.slot(turn, each) for turn in (0, 1)]
+                for index, (region, start) in zip(indices, starts, strict=True):
+                    low, high = max(each.start - start, 0), min(each.stop - start, counts[index])
+                    if region != each.region or low > high or (low == high and counts[index]):
+                        continue
+                    part = _Part(index, low, high, high - low == counts[index])
+                    slots = [slot[start + low - each.start : start + high - each.start] for slot in flat]
+                    found.append((part, [shaped(slot, index) for slot in slots] if part.whole else slots))
+            found.sort(key=lambda each: each[0].parameter)
+            self._parts.append([part for part, _ in found])
+            for turn in (0, 1):
+                self._slots[turn].append([slots[turn] for _, slots in found])
+
+    def begin(self, given: Sequence[torch.Tensor | None], fresh: bool) -> None:
+        """Take what is posted next: a gradient or None by parameter; `fresh` if autograd has just made all of them."""
+        self._given, self._fresh = given, fresh
+        self._flat.clear()
+
+    def end(self) -> None:
+        """Let go of the gradients."""
+        self._given = ()
+        self._flat.clear()
+
+    def post(self, piece: int, turn: int) -> None:
+        """See SharedGradients.post."""
+        slots, parts, given = self._slots[turn][piece], self._parts[piece], self._given
+        if self._fresh:
+            if len(self._parts) == 1:
+                torch._foreach_copy_(slots, given)
+            else:
+                torch._foreach_copy_(slots, [given[p.parameter] if p.whole else self._range(p) for p in parts])
+            return
+        for slot, part in zip(slots, parts, strict=True):
+            gradient = given[part.parameter]
+            if gradient is None:
+                slot.zero_()
+            elif part.whole:
+                copy(gradient, slot)
+            else:
+                copy(self._range(part), slot)
+
+    def _range(self, part: _Part) -> torch.Tensor:
+        """A part of a gradient as one range of memory, in the order of the gradient's place."""
+        flat = self._flat.get(part.parameter)
+        if flat is None:
+            gradient = self._given[part.parameter]
+            assert gradient is not None
+            flat = self._flat[part.parameter] = self._flattened(gradient, self._strides[part.parameter])
+        return flat[part.low : part.high]
+
+    @staticmethod
+    @torch.no_grad()
+    def _flattened(gradient: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        if gradient.stride() != strides:
+            gradient = torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype).copy_(gradient)
+        return gradient.as_strided((gradient.numel(),), (1,))
+
+
+@torch.no_grad()
+def copy(gradient: torch.Tensor, place: torch.Tensor) -> None:
+    """Copy a gradient, which may be sparse, to its place."""
+    place.copy_(gradient if gradient.layout is torch.strided else gradient.to_dense())
