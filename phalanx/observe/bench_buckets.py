@@ -1,9 +1,9 @@
 """Time the reduction of gradient buckets by size: what a training step pays once backward has ended.
 
-Phalanx's large gradients already lie where the transport reads them, so nothing is packed or copied in; small
-ones (up to 32 KiB on average) are copied into a slot, which is timed here too. The call is the reducer's whole
-flush: tickets, reduction, commit, results back in every gradient. Against it stands Gloo's all-reduce of a bucket
-of the same size, which is what torch's reducer waits for (its division by the number of ranks is not counted).
+The call is the reducer's whole flush of a gradient that autograd has made: copied into shared memory, tickets,
+reduction, the result as the parameter's gradient. Against it stands Gloo's all-reduce of a bucket of the same size,
+which is what torch's reducer waits for (copying gradients into it, and its division by the number of ranks, are not
+counted).
 """
 
 from __future__ import annotations
@@ -33,9 +33,17 @@ def measure_buckets(ranks: Ranks, quick: bool) -> list[dict[str, Any]]:
 
 
 def bucket_case(group: PhalanxProcessGroup, size: int) -> Contender:
-    """Return the flush of a reducer whose only gradient has `size` bytes and is in its place. Collective."""
+    """Return the flush of a reducer whose only gradient has `size` bytes. Collective."""
     parameter = nn.Parameter(torch.zeros(size // 4))
     reducer = Reducer(group, [("bucket", parameter)], frozenset(), [size], frozenset)
     reducer.build()
-    (gradient,) = reducer.show_only([0])
-    return Contender(OURS, gradient, lambda: reducer.flush({0}), mean=True)
+    gradient = torch.empty(size // 4)
+
+    @torch.no_grad()
+    def reduce() -> None:
+        parameter.grad = None
+        reducer.backward_begins()
+        parameter.grad = gradient.detach()  # what autograd would have made
+        reducer.flush({0})
+
+    return Contender(OURS, gradient, reduce, mean=True, result=lambda: reducer.parameters[0].grad)

@@ -78,7 +78,7 @@ class Reducer:
         self.stale = True
         self.produced: set[int] = set()  # not synchronised since they were produced
         self.named: list[tuple[str, torch.nn.Parameter]] = []
-        self.watch = Watch(weakly(self._begins), weakly(self._ended))
+        self.watch = Watch(weakly(self.backward_begins), weakly(self._ended))
         self._local_now, self._sparse_names = local_now, sparse_names
         self._places: Places | None = None
         self._number = self._tag = -1
@@ -129,7 +129,8 @@ class Reducer:
 
     # -- during backward -----------------------------------------------------------------------------
 
-    def _begins(self) -> None:
+    def backward_begins(self) -> None:
+        """Note the first sign of a backward: parameters without a gradient are lent their places."""
         self.monitor.begins()
         if self._places is not None and not self.stale and self.lend_places:
             emptied = self._places.lend()
