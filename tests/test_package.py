@@ -114,5 +114,13 @@ def test_type_checkers_see_the_names_that_there_are() -> None:
     assert not set(found) - set(wanted), "phalanx/__init__.pyi has names that are not public"
 
 
+@pytest.mark.full
+@pytest.mark.timeout(420)
+def test_the_types_are_right() -> None:
+    pytest.importorskip("mypy")
+    # Minutes the first time; later ones read what mypy has kept in the tree.
+    run_command([sys.executable, "-m", "mypy"], ROOT, timeout=400)
+
+
 def test_versions_are_one() -> None:
     assert f'\nversion = "{phalanx.__version__}"\n' in (ROOT / "pyproject.toml").read_text()

@@ -250,8 +250,8 @@ class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     dispatch_table = ChainMap(
         {},
-        ForkingPickler._extra_reducers,
-        cloudpickle.Pickler.dispatch_table,  # type: ignore[attr-defined]
+        ForkingPickler._extra_reducers,  # type: ignore[attr-defined]  # not in the stubs
+        cloudpickle.Pickler.dispatch_table,
     )
 
 

@@ -40,7 +40,7 @@ from phalanx.reduce.watch import Local, hook_on_output, weakly
 _TorchDDP = nn.parallel.DistributedDataParallel  # whatever takes its place there later
 
 
-class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
+class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):  # type: ignore[misc, override]
     """Wrap `module` so that its gradients are the mean over all ranks when backward ends.
 
     Collective: every rank of the group constructs it, with the same model. Parameters and buffers of rank 0
@@ -50,6 +50,8 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
 
     Raises MisuseError (a RuntimeError) on every rank, naming the first differing parameter, if models differ.
     """
+
+    _low: LowPrecision | None
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
         """Everything that belongs to this process and is not pickled."""
         self._group = group
         self._start_layers()
-        self._low: LowPrecision | None = None
+        self._low = None
         self._in_backward: InBackwardOptimizers | None = None
         self.require_forward_param_sync = True
         self.modules_buffers: list[torch.Tensor] = []

@@ -101,7 +101,7 @@ class TorchSurface(Wrapped):
     _lazy_init_ran = True
     _use_python_reducer = False
     _delay_all_reduce_all_params = False
-    _delay_grad_buffer = None
+    _delay_grad_buffer: torch.Tensor | None = None
     _static_graph_delay_allreduce_enqueued = False
     use_side_stream_for_tensor_copies = False
 

@@ -22,6 +22,7 @@ class Wrapped(nn.Module):
     """A module that is trained on several ranks."""
 
     module: nn.Module
+    _modules: dict[str, Any]  # its "module" is never None
     options: Options
     forward_sync_buffers: bool
     no_sync: Callable[..., AbstractContextManager[None]]

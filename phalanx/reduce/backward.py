@@ -45,7 +45,7 @@ def arm(listener: Listener) -> int:
     waiting = _armed.get(task)
     if waiting is None:
         waiting = _armed[task] = {}
-        Variable._execution_engine.queue_callback(_Ending(task))  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(_Ending(task))
     waiting[listener.order] = weakref.ref(listener, partial(_drop, task, listener.order))
     return task
 

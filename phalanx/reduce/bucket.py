@@ -54,7 +54,7 @@ class GradBucket:
 class HookRunner:
     """Runs a user's hook on every bucket that some rank used, then puts the results in place."""
 
-    def __init__(self, state: object, hook: Callable[[Any, Any], torch.futures.Future], rank: int) -> None:
+    def __init__(self, state: object, hook: Callable[[Any, Any], torch.futures.Future[Any]], rank: int) -> None:
         self.state, self.hook, self._rank = state, hook, rank
         self.name = getattr(hook, "__qualname__", type(hook).__qualname__)
 
@@ -63,7 +63,7 @@ class HookRunner:
         plan: Plan,
         memory: Memory,
         parameters: Sequence[torch.nn.Parameter],
-        views: Sequence[torch.Tensor | None],
+        views: Sequence[torch.Tensor],
         used: Sequence[int],
         scales: Sequence[float],
         takes: bool = True,
@@ -73,7 +73,7 @@ class HookRunner:
         buckets = [bucket for bucket in plan.buckets if not wanted.isdisjoint(bucket.members)]
         # A hook averages over the ranks as torch's do; other weights go in beforehand.
         factor = scales[self._rank] * len(scales)
-        launched: list[tuple[Bucket, torch.Tensor, torch.futures.Future]] = []
+        launched: list[tuple[Bucket, torch.Tensor, torch.futures.Future[Any]]] = []
         for number, bucket in enumerate(buckets):
             # A copy: hooks resize their buffer (batched PowerSGD) and keep it, and the slot must allow neither.
             buffer = memory.own[bucket.region][bucket.start : bucket.stop].clone()
@@ -94,7 +94,7 @@ class HookRunner:
             if takes:
                 self._place(plan, memory, bucket, wanted, result)
 
-    def _launch(self, bucket: GradBucket) -> torch.futures.Future:
+    def _launch(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         future = self.hook(self.state, bucket)
         if not isinstance(future, (torch.futures.Future, torch._C.Future)):
             raise MisuseError(

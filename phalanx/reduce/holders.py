@@ -24,7 +24,7 @@ class Holders:
 
     def __init__(
         self,
-        views: list[torch.Tensor | None],
+        views: list[torch.Tensor],
         indices: Sequence[int],
         in_use: Callable[[int], bool],
         apart: Callable[[int], bool],

@@ -49,9 +49,8 @@ class Memory:
             self._stores.append((store, {number: place for place, number in enumerate(numbers)}))
             for place, number in enumerate(numbers):
                 self.own[number] = store.own[place]
-                if not isinstance(store, BackendGradients):
-                    self._mapped[number] = (store.memory, store.offsets[place])
                 if isinstance(store, SharedGradients):
+                    self._mapped[number] = (store.memory, store.offsets[place])
                     self.shared, self.staged[number] = store, place
         self.at_home = [flat for number, flat in enumerate(self.own) if number not in self.staged]
 

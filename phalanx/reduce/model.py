@@ -49,7 +49,7 @@ def compare_models(group: PhalanxProcessGroup, entries: Sequence[Entry], fingerp
     said = core.exchange(_SAID.pack(fingerprint, wish), operation=Operation.WRAP)
     heard = [_SAID.unpack(each) for each in said]
     if len({fingerprint for fingerprint, _ in heard}) == 1:
-        agreed = max(wished for _, wished in heard)
+        agreed: int = max(wished for _, wished in heard)
         core.models_numbered = max(core.models_numbered, agreed + 1)
         return agreed
     listing = json.dumps([[e.name, e.shape, e.dtype, e.itemsize, e.device, e.sparse] for e in entries])

@@ -23,13 +23,15 @@ import torch
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.reduce.holders import Holders
 from phalanx.reduce.memory import Memory, shaped
-from phalanx.reduce.plan import Plan
+from phalanx.reduce.plan import NOWHERE, Plan
 from phalanx.reduce.posting import Posting, copy
 
 # One pass of map() over hundreds of parameters costs a fraction of a loop's.
 _gradient, _requires_grad, _version = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
 _NONES = repeat(None)
 _NOBODY: frozenset[int] = frozenset()
+_NO_VIEW = torch.empty(0)
+"""Stands among the views for a parameter that has no place."""
 
 
 def _references_to_a_gradient() -> int:
@@ -57,26 +59,26 @@ class Places:
     ) -> None:
         self.plan, self._params = plan, parameters
         self.memory = Memory(group, plan)
-        self.views: list[torch.Tensor | None] = [
-            None if place is None else self.memory.view(place[0], place[1], parameter)
+        self.views = [
+            _NO_VIEW if place is NOWHERE else self.memory.view(place[0], place[1], parameter)
             for place, parameter in zip(plan.places, parameters, strict=True)
         ]
-        self.placed = [index for index, view in enumerate(self.views) if view is not None]
+        self.placed = [index for index, view in enumerate(self.views) if view is not _NO_VIEW]
         self.staged = [index for index in self.placed if plan.places[index][0] in self.memory.staged]
         self._at_home = [index for index in self.placed if plan.places[index][0] not in self.memory.staged]
         self._posting = self._new_posting()
         self.held: set[int] = set()
         self.hidden = False  # whether some parameter showed no gradient at the last settle()
-        self._pointers = [0 if view is None else view.data_ptr() for view in self.views]
+        self._pointers = [0 if view is _NO_VIEW else view.data_ptr() for view in self.views]
         count = (self._shows_place, self._apart, self._renewed)
         self._holders_at_home = Holders(self.views, self._at_home, *count) if self._at_home else None
         self._holders_staged = Holders(self.views, self.staged, *count) if self.staged else None
         self._lent: Sequence[int] = []
-        self._lent_views: Sequence[torch.Tensor | None] = []
+        self._lent_views: Sequence[torch.Tensor] = []
         self._versions: list[int] = []
         self._made: Collection[int] = _NOBODY  # staged ones without a gradient when this backward began
         self._given: list[torch.Tensor | None] = []  # what the parameters showed at the last settle()
-        self._all_made = False  # that was, for all of them, staged and made by this backward
+        self._all_made: list[torch.Tensor] = []  # the same, if all of it was staged and made by this backward
         self._posted = False
         if older is not None:
             self._move_in(older)
@@ -103,14 +105,15 @@ class Places:
         return self.memory.view(region, start, self._params[index])
 
     def _move_in(self, older: Places) -> None:
-        before = {id(view): view for view in older.views if view is not None}
+        before = {id(view): view for view in older.views if view is not _NO_VIEW}
         held = {id(older._params[index]): older.views[index] for index in older.held}
         for index in self.placed:
             parameter, view = self._params[index], self.views[index]
-            if id(parameter.grad) in before:
-                view.copy_(parameter.grad)
+            gradient = parameter.grad
+            if gradient is not None and id(gradient) in before:
+                view.copy_(gradient)
                 parameter.grad = view
-            elif id(parameter) in held and parameter.grad is None:
+            elif id(parameter) in held and gradient is None:
                 view.copy_(held[id(parameter)])
                 self.held.add(index)
 
@@ -152,7 +155,7 @@ class Places:
         return dropped
 
     def _begin_loan(
-        self, lent: Sequence[int], params: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor | None]
+        self, lent: Sequence[int], params: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor]
     ) -> None:
         for parameter, view in zip(params, views, strict=True):
             parameter.grad = view
@@ -176,7 +179,7 @@ class Places:
     def keep_all(self) -> None:
         """End the loan with every place in use."""
         self._lent, self._lent_views, self._versions = [], [], []
-        self._made, self._given = _NOBODY, []
+        self._made, self._given, self._all_made = _NOBODY, [], []
 
     def take_back(self, kept: Collection[int]) -> None:
         """Take lent places away again from the parameters not in `kept`; the loan is over."""
@@ -195,8 +198,9 @@ class Places:
         """
         if self._holders_staged is not None:
             self._holders_staged.leave_kept()
-        given = self._given = list(map(_gradient, self._params))
-        self._all_made = len(self._made) == len(given) and not any(map(is_, given, _NONES))
+        given = list(map(_gradient, self._params))
+        self._given = given
+        self._all_made = given if len(self._made) == len(given) and not any(map(is_, given, _NONES)) else []
         self._set_aside(False)
         if self._all_made:
             self.hidden = False
@@ -221,15 +225,15 @@ class Places:
                     self._set_aside(True)
                     continue
                 produced.discard(index)
-                if view is not None and index not in staged:
+                if view is not _NO_VIEW and index not in staged:
                     view.zero_()
-            elif view is not None and at != self._pointers[index]:
+            elif view is not _NO_VIEW and at != self._pointers[index]:
                 if gradient is view:  # p.grad.data has been replaced
                     view = self.views[index] = self._renewed(index)
                 if index not in staged:
                     copy(gradient, view)
                 foreign.append(index)
-            elif view is not None:
+            elif view is not _NO_VIEW:
                 self._set_aside(True)
         return foreign
 
@@ -250,7 +254,7 @@ class Places:
             self._posting.begin(self._given, self._all_made)
             self.memory.shared.begin(step & 1)
         elif self._all_made:
-            torch._foreach_copy_(self.views, self._given)
+            torch._foreach_copy_(self.views, self._all_made)
         else:
             for index in self.staged:
                 self._bring_home(index)
@@ -269,7 +273,7 @@ class Places:
     def show(self, used: Iterable[int]) -> None:
         """Have every parameter in `used` that shows no gradient show its place."""
         for index in used:
-            if self._params[index].grad is None and self.views[index] is not None:
+            if self._params[index].grad is None and self.views[index] is not _NO_VIEW:
                 self._params[index].grad = self.views[index]
 
     def hand_out(self, used: Sequence[int], foreign: Sequence[int]) -> None:
@@ -283,16 +287,16 @@ class Places:
         if not foreign or not (posted or self._at_home):
             return
         params, views = self._params, self.views
-        if self._all_made and posted and len(used) == len(params) and self._alone(self._given):
+        if self._all_made and posted and len(used) == len(params) and self._alone(self._all_made):
             for parameter, view in zip(params, views, strict=True):
                 parameter.grad = view
             return
-        self._all_made = False  # from now on only of those that later rounds hand out
+        self._all_made = []  # from now on only of those that later rounds hand out
         unposted = _NOBODY if posted else set(self.staged)
         wanted = set(used)
         for index in foreign:
             gradient, view = params[index].grad, views[index]
-            if index not in wanted or index in unposted or gradient is None or view is None:
+            if index not in wanted or index in unposted or gradient is None or view is _NO_VIEW:
                 continue
             self._given[index : index + 1] = [None]
             ours = index in self._made and getrefcount(gradient) <= _OURS_ALONE
@@ -302,7 +306,7 @@ class Places:
                 gradient.data.copy_(view)
 
     @staticmethod
-    def _alone(gradients: list[torch.Tensor | None]) -> bool:
+    def _alone(gradients: list[torch.Tensor]) -> bool:
         return max(map(getrefcount, gradients)) <= _OURS_ALONE
 
     def hold_back(self, indices: Iterable[int]) -> None:
@@ -310,7 +314,7 @@ class Places:
         for index in indices:
             view = self.views[index]
             gradient = self._params[index].grad
-            if view is None or gradient is None:
+            if view is _NO_VIEW or gradient is None:
                 continue
             if pointer(gradient) != self._pointers[index]:
                 copy(gradient, view)

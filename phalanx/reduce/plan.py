@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 _ALIGN_BYTES = 64
 
+NOWHERE = (-1, -1)
+"""The place of a parameter without dense gradient memory: a sparse one, or one without elements."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -60,11 +63,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """`places[i]` is (region, first element) of parameter i; None if it has no dense gradient memory."""
+    """`places[i]` is (region, first element) of parameter i; NOWHERE if it has no dense gradient memory."""
 
     entries: tuple[Entry, ...]
     regions: tuple[Region, ...]
-    places: tuple[tuple[int, int] | None, ...]
+    places: tuple[tuple[int, int], ...]
     buckets: tuple[Bucket, ...]
     fingerprint: int
 
@@ -73,7 +76,7 @@ class Plan:
         ranges = []
         for index in used:
             place = self.places[index]
-            if place is not None:
+            if place is not NOWHERE:
                 ranges.append((place[0], place[1], place[1] + self.entries[index].count))
         ranges.sort()
         joined: list[list[int]] = []
@@ -98,7 +101,7 @@ class Plan:
 def make_plan(entries: Sequence[Entry], caps: Sequence[int]) -> Plan:
     """Assign gradients to buckets. `caps` are bytes: of the first bucket, the second, ...; the last repeats."""
     filling: dict[tuple[str, str], _Filling] = {}
-    places: list[tuple[int, int] | None] = [None] * len(entries)
+    places = [NOWHERE] * len(entries)
     closed: list[tuple[int, int, int, tuple[int, ...]]] = []
     for index in reversed(range(len(entries))):
         entry = entries[index]

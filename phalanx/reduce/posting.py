@@ -31,16 +31,16 @@ class Posting:
         store: SharedGradients,
         indices: Sequence[int],
         starts: Sequence[tuple[int, int]],
-        views: Sequence[torch.Tensor | None],
+        views: Sequence[torch.Tensor],
         shaped: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> None:
-        self._strides = {index: view.stride() for index in indices if (view := views[index]) is not None}
+        self._strides = {index: views[index].stride() for index in indices}
         self._given: Sequence[torch.Tensor | None] = ()
-        self._fresh = False
+        self._made: list[torch.Tensor] = []
         self._flat: dict[int, torch.Tensor] = {}
         self._parts: list[list[_Part]] = []
         self._slots: list[list[list[torch.Tensor]]] = [[], []]
-        counts = {index: view.numel() for index in indices if (view := views[index]) is not None}
+        counts = {index: views[index].numel() for index in indices}
         for piece in store.pieces:
             found: list[tuple[_Part, list[torch.Tensor]]] = []
             for each in piece:
@@ -57,40 +57,39 @@ class Posting:
             for turn in (0, 1):
                 self._slots[turn].append([slots[turn] for _, slots in found])
 
-    def begin(self, given: Sequence[torch.Tensor | None], fresh: bool) -> None:
-        """Take what is posted next: a gradient or None by parameter; `fresh` if autograd has just made all of them."""
-        self._given, self._fresh = given, fresh
+    def begin(self, given: Sequence[torch.Tensor | None], made: list[torch.Tensor]) -> None:
+        """Take what is posted next: a gradient or None by parameter; `made` has all, if autograd has just made all."""
+        self._given, self._made = given, made
         self._flat.clear()
 
     def end(self) -> None:
         """Let go of the gradients."""
-        self._given = ()
+        self._given, self._made = (), []
         self._flat.clear()
 
     def post(self, piece: int, turn: int) -> None:
         """See SharedGradients.post."""
-        slots, parts, given = self._slots[turn][piece], self._parts[piece], self._given
-        if self._fresh:
+        slots, parts, made = self._slots[turn][piece], self._parts[piece], self._made
+        if made:
             if len(self._parts) == 1:
-                torch._foreach_copy_(slots, given)
+                torch._foreach_copy_(slots, made)
             else:
-                torch._foreach_copy_(slots, [given[p.parameter] if p.whole else self._range(p) for p in parts])
+                each = [made[p.parameter] if p.whole else self._range(p, made[p.parameter]) for p in parts]
+                torch._foreach_copy_(slots, each)
             return
         for slot, part in zip(slots, parts, strict=True):
-            gradient = given[part.parameter]
+            gradient = self._given[part.parameter]
             if gradient is None:
                 slot.zero_()
             elif part.whole:
                 copy(gradient, slot)
             else:
-                copy(self._range(part), slot)
+                copy(self._range(part, gradient), slot)
 
-    def _range(self, part: _Part) -> torch.Tensor:
-        """A part of a gradient as one range of memory, in the order of the gradient's place."""
+    def _range(self, part: _Part, gradient: torch.Tensor) -> torch.Tensor:
+        """A part of `gradient` as one range of memory, in the order of the gradient's place."""
         flat = self._flat.get(part.parameter)
         if flat is None:
-            gradient = self._given[part.parameter]
-            assert gradient is not None
             flat = self._flat[part.parameter] = self._flattened(gradient, self._strides[part.parameter])
         return flat[part.low : part.high]
 

@@ -373,7 +373,7 @@ class Reducer:
         for index in set(self.shown()) - wanted:
             self.parameters[index].grad = None
         self._built().show(wanted)
-        return [self.parameters[index].grad for index in self.shown()]
+        return [grad for index in self.shown() if (grad := self.parameters[index].grad) is not None]
 
     def _register(self) -> None:
         """Have the group hand flushes with our tag to us, for as long as we live."""

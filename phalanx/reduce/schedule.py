@@ -88,7 +88,8 @@ class Schedule:
         if not self.policies:
             return Rounds((Round(everything - local),)) if local else _EVERYTHING
         governed = frozenset().union(*(policy.members for policy in self.policies))
-        rounds, held = [Round(everything - local - governed)], set()
+        rounds = [Round(everything - local - governed)]
+        held: set[int] = set()
         for ledger, policy in enumerate(self.policies, 1):
             policy.flushes += 1
             if policy.every == NEVER or not policy.members - local:

@@ -40,7 +40,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _Noted(list):
+class _Noted(list[torch.Tensor]):
     """The parameters whose hook has run in this backward; this list itself is the hook of each.
 
     A hook in Python costs several times what autograd needs for a small gradient, and a model has hundreds.
@@ -98,7 +98,7 @@ class Watch:
         self._begins, self._ended = begins, ended
         self._numbers: dict[int, int] = {}
         self._handles: list[RemovableHandle] = []
-        self._noted: _Noted = _Waiting()
+        self._noted: _Waiting | _Noting | _Dropped = _Waiting()
         self._noted.arm = weakly(self._arm)
         self._forwards: list[Local] = []
         self._announcer: tuple[Local, Callable[[torch.Tensor], None] | None] = (frozenset(), None)
@@ -239,13 +239,13 @@ def _is_executed(leaf: Any) -> bool:
 
 def _hook_on(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """Register `hook`, on a frozen parameter too, and where swap_tensors has cut hooks off from their tensor."""
-    hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    hooks = parameter._post_accumulate_grad_hooks
     if hooks is not None:
-        parameter._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+        parameter._post_accumulate_grad_hooks = hooks
     frozen = not parameter.requires_grad
     if frozen:
         parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(hook)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     if frozen:
         parameter.requires_grad_(False)
     return handle

@@ -16,7 +16,8 @@ def weigh(loss: torch.Tensor, n: float, counted: Callable[[float], float]) -> to
     if not torch.is_grad_enabled():
         return loss
     anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
-    return _Weighed.apply(loss, anchor, n, counted)
+    weighed: torch.Tensor = _Weighed.apply(loss, anchor, n, counted)  # type: ignore[no-untyped-call]
+    return weighed
 
 
 class _Weighed(torch.autograd.Function):

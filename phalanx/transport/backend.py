@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 
 from phalanx.errors import InternalError
 from phalanx.transport.protocol import Fence
-from phalanx.transport.reductions import Reduction, combine, scale_into
+from phalanx.transport.reductions import Reduction, combine, is_narrow, scale_into
 
 _OPS = {
     Reduction.SUM: ReduceOp.SUM,
@@ -127,7 +127,7 @@ class Backend:
             total = flat.to(torch.uint8)
             self._reduce_here(total, _OPS_ON_BOOL[reduction], root, fence)
             return (total & 1).to(torch.bool)
-        wide = wide_dtype(flat.dtype)
+        wide = _wide_dtype(flat.dtype)
         if reduction not in _OPS or (flat.dtype.is_complex and reduction not in _SUMS) or flat.dtype is torch.uint64:
             parts = [part.view(flat.dtype) for part in self._gathered(_bytes(flat), fence)]
             out = torch.empty_like(flat)
@@ -164,12 +164,12 @@ class Backend:
             raise
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which contributions of `dtype` are added up."""
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a backend adds up contributions of `dtype`: wide enough, and one that it knows."""
+    if is_narrow(dtype):
+        return torch.float32
     if dtype.is_complex:
         return dtype if dtype.itemsize >= 8 else torch.complex64
-    if dtype.is_floating_point:
-        return dtype if dtype.itemsize >= 4 else torch.float32
     return dtype if dtype in _DIRECT else _WIDER.get(dtype, torch.int64)
 
 
@@ -217,7 +217,7 @@ class BackendGradients:
         totals = []
         for region, start, stop in spans:
             given = self.own[region][start:stop]
-            total = given.to(wide_dtype(given.dtype), copy=True)
+            total = given.to(_wide_dtype(given.dtype), copy=True)
             if not scale:
                 total.zero_()
             elif not even:

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import torch
 
-from phalanx.transport.backend import giver, wide_dtype
+from phalanx.transport.backend import giver
 from phalanx.transport.protocol import Fence
-from phalanx.transport.reductions import Reduction, combine
+from phalanx.transport.reductions import Reduction, combine, is_narrow
 
 _TAGS = 1 << 31
 
@@ -127,7 +127,7 @@ class Ring:
     def _added_up(self, parts: Sequence[torch.Tensor], reduction: Reduction, tag: int) -> torch.Tensor:
         """First round: send on what has been added up so far; end with this rank's part, of all ranks."""
         dtype = parts[0].dtype
-        wide = dtype if dtype is torch.bool or not dtype.is_floating_point else wide_dtype(dtype)
+        wide = torch.float32 if is_narrow(dtype) else dtype
         step = Reduction.SUM if reduction is Reduction.AVG else reduction
         total = parts[(self._rank - 1) % self._size].to(wide)
         for distance in range(2, self._size + 1):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.reduce.plan import Bucket, Entry, Region, fingerprint, first_difference, make_plan
+from phalanx.reduce.plan import NOWHERE, Bucket, Entry, Region, fingerprint, first_difference, make_plan
 
 SIZES = {"float32": 4, "float16": 2, "float64": 8, "complex64": 8}
 
@@ -51,7 +51,7 @@ def test_the_last_size_repeats():
 
 def test_empty_and_sparse_parameters_have_no_place():
     plan = make_plan([entry("a", 3), entry("e", 0, 7), entry("s", 9, 2, sparse=True)], [1])
-    assert plan.places == ((0, 0), None, None)
+    assert plan.places == ((0, 0), NOWHERE, NOWHERE)
     assert [b.members for b in plan.buckets] == [(0,)]
 
 
@@ -73,8 +73,8 @@ def test_every_dense_parameter_has_a_place_of_its_own(entries: list[Entry], size
     taken: list[tuple[int, int, int]] = []
     for index, place in enumerate(plan.places):
         dense = not entries[index].sparse and entries[index].count > 0
-        assert (place is not None) == dense
-        if place is not None:
+        assert (place is not NOWHERE) == dense
+        if place is not NOWHERE:
             region = plan.regions[place[0]]
             assert (region.dtype, region.device) == (entries[index].dtype, entries[index].device)
             taken.append((place[0], place[1], place[1] + entries[index].count))
@@ -88,7 +88,7 @@ def test_every_dense_parameter_has_a_place_of_its_own(entries: list[Entry], size
 def test_buckets_hold_each_dense_parameter_once_and_are_ranges_without_gaps(entries: list[Entry], sizes: list[int]):
     plan = make_plan(entries, sizes)
     members = [index for bucket in plan.buckets for index in bucket.members]
-    assert sorted(members) == [index for index, place in enumerate(plan.places) if place is not None]
+    assert sorted(members) == [index for index, place in enumerate(plan.places) if place is not NOWHERE]
     for number, bucket in enumerate(plan.buckets):
         assert bucket.index == number
         at = bucket.start
@@ -127,7 +127,7 @@ def test_spans_cover_exactly_the_used_parameters(entries: list[Entry], sizes: li
     covered = [(region, at) for region, start, stop in plan.spans(used) for at in range(start, stop)]
     wanted = [
         (plan.places[i][0], plan.places[i][1] + k)
-        for i in used if plan.places[i] is not None for k in range(entries[i].count)
+        for i in used if plan.places[i] is not NOWHERE for k in range(entries[i].count)
     ]  # fmt: skip
     assert len(covered) == len(set(covered))
     assert sorted(covered) == sorted(wanted)
