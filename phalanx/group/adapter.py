@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from phalanx.group.collectives import Collectives
 from phalanx.group.group import Group
 from phalanx.group.links import Switchboard
 from phalanx.group.messages import Messages, checked_tag
+from phalanx.group.slow import who_is_late
 from phalanx.group.ticket import Operation
 from phalanx.group.works import DoneWork, ManyWorks, PendingWork, Worker, seconds_of
 from phalanx.launch.environment import variable
@@ -108,7 +110,7 @@ class Adapter(dist.ProcessGroup):
             return self._noted(work)
         if rank_zero_block.current() is not None:
             self.core.tickets(wire)  # says what is wrong; the worker's thread is in no block
-        pending = PendingWork(result, body.__name__, self.core.rank)
+        pending = PendingWork(result, body.__name__, self.core.rank, partial(who_is_late, self.core))
         return self._noted(self._worker.submit(lambda: self._run(seconds, body, wire, arguments), pending))
 
     def _run(self, seconds: float | None, body: Callable[..., None], wire: bytes, arguments: Sequence[Any]) -> None:

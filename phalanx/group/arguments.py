@@ -6,6 +6,7 @@ single-element tensor list"), and on their types: bad lists and sizes are ValueE
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,6 +77,15 @@ def alike(tensors: Sequence[Tensor], model: Tensor, call: str) -> None:
             raise ArgumentError(
                 f"{call}: invalid tensor size at index {index} (expected {list(model.shape)}, got {list(tensor.shape)})"
             )
+
+
+def uneven(tensors: Sequence[Tensor], own: Tensor, rank: int, call: str) -> int:
+    """A tag of the sizes of `tensors`, one per rank, if they differ and that of this rank is `own`'s; else 0."""
+    counts = [tensor.numel() for tensor in tensors]
+    if len(set(counts)) == 1 or counts[rank] != own.numel():
+        return 0
+    one_type([own, *tensors], call)
+    return zlib.crc32(repr(counts).encode()) | 1 << 32
 
 
 def one_type(tensors: Sequence[Tensor], call: str) -> None:

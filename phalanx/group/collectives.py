@@ -122,6 +122,14 @@ class Collectives:
             self.transport.share(flat, outputs, flat.numel() * flat.element_size(), fence)
         _copy_back(copies)
 
+    def all_gather_uneven(self, wire: bytes, outputs: Sequence[Tensor], mine: Tensor) -> None:
+        """As all_gather, where the ranks' tensors differ in size: padded to the largest."""
+        with self.core.collective(wire) as fence:
+            most = max(output.numel() for output in outputs)
+            rows = self._share_padded(mine.detach().reshape(-1), most, fence)
+        for output, row in zip(outputs, rows, strict=True):
+            output.detach().copy_(row[: output.numel()].view(output.shape))
+
     def gather(self, wire: bytes, outputs: Sequence[Tensor], mine: Tensor, root: int) -> None:
         """Copy every rank's tensor into the outputs of `root`."""
         copies: Copies = []
@@ -171,6 +179,18 @@ class Collectives:
         with self.core.collective(wire) as fence:
             self.transport.reduce_scatter(output, parts, reduction, fence)
         _copy_back(copies)
+
+    def reduce_scatter_uneven(
+        self, wire: bytes, output: Tensor, parts: Sequence[Tensor], reduction: Reduction, factor: Any = None
+    ) -> None:
+        """As reduce_scatter, where the parts differ in size: all are combined, and each rank takes its own."""
+        whole = torch.cat([part.detach().reshape(-1) for part in parts])
+        if factor is not None:
+            whole = whole * factor
+        with self.core.collective(wire) as fence:
+            self.transport.reduce(whole, reduction, -1, fence)
+        start = sum(part.numel() for part in parts[: self.rank])
+        output.detach().copy_(whole[start : start + output.numel()].view(output.shape))
 
     def all_to_all(
         self, head: bytes, inputs: Sequence[Tensor], outputs: Sequence[Tensor], copies: Copies | None = None

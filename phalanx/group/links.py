@@ -26,7 +26,15 @@ import weakref
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
-from phalanx.errors import ExhaustedError, MisuseError, PeerError, PeerFailedError, PeerLostError, RankMismatchError
+from phalanx.errors import (
+    CollectiveTimeoutError,
+    ExhaustedError,
+    MisuseError,
+    PeerError,
+    PeerFailedError,
+    PeerLostError,
+    RankMismatchError,
+)
 from phalanx.group import endings, slow
 from phalanx.group.link import FAILED, HEADER, LEAVING, Link
 
@@ -71,7 +79,8 @@ class Switchboard:
     def wait(self, link: Link, box: Sized, members: Iterable[Link], deadline: float, call: Any) -> bool:
         """Wait until `box`, an inbox of `link`, holds a frame; False if the deadline passes first.
 
-        Raises PeerLostError, PeerFailedError or RankMismatchError when the frame can never come, and
+        Raises PeerLostError, PeerFailedError or RankMismatchError when the frame can never come,
+        CollectiveTimeoutError when another rank has given up waiting for it, and all of them
         when any of `members` is lost or has failed. `call` is what this rank is doing, for the texts.
         """
         now = time.perf_counter
@@ -86,6 +95,7 @@ class Switchboard:
                 if box:
                     return True
             if self.alarm or link.lost or link.failed or link.left:
+                self._raise_alarm()
                 self._check(link, box, members, call)
                 if box:
                     return True
@@ -103,6 +113,8 @@ class Switchboard:
                 leads, self._leading = not self._leading, True
             if leads:
                 with self._ceding():
+                    if self.alarm:  # raised by the thread that has led before: nothing more will come to wake this one
+                        self._check(link, box, members, call)
                     remaining = deadline - time.monotonic()
                     if remaining > 0 and not box:
                         self._read_ready(remaining)
@@ -146,7 +158,16 @@ class Switchboard:
 
     def read(self, link: Link) -> None:
         """Read what has come on one link, and wake whoever sleeps: it may be for another thread."""
-        if link.pump():
+        frames = link.pump()
+        if link.lost or link.failed or link.left:
+            self._raise_alarm()
+        if frames:
+            self.wake()
+
+    def _raise_alarm(self) -> None:
+        """Have every thread look whether what it waits for can still come."""
+        if not self.alarm:
+            self.alarm = True
             self.wake()
 
     def pump_all(self) -> None:
@@ -191,15 +212,20 @@ class Switchboard:
 
     def _check(self, awaited: Link, box: Sized, members: Iterable[Link], call: Any) -> None:
         members = list(members)
-        self._look_again(awaited, box, members)
+        self._look_again(awaited, box, members, call)
         if box:
             return
         said = str(call)
         failed = [link for link in members if link.failed and "cause" not in link.failed]
+        if awaited.left and all("agreed" in (link.failed or {}) for link in failed):
+            failed = []  # they have raised what this rank is about to raise
         lost = [link for link in members if link.lost and not link.left and not link.failed]
         victims = [link for link in members if link.failed and "cause" in link.failed]
         if failed:
             report = failed[0].failed or {}
+            if self._waits_for_the_same(report, call):
+                late, told = report["late"], f"rank {failed[0].peer} has waited that long"
+                raise CollectiveTimeoutError(said, late["missing"], call.rank, late["seconds"], told, late["report"])
             raise PeerFailedError(failed[0].peer, self.rank, said, report["exception"], report["traceback"])
         if lost:
             raise PeerLostError(lost[0].peer, self.rank, said, f"{lost[0].about}: {lost[0].lost}")
@@ -213,17 +239,32 @@ class Switchboard:
                 "Instead: give every rank the same number, or write `with ddp.join():` around the loop.",
             )  # fmt: skip
 
-    def _look_again(self, awaited: Link, box: Sized, members: list[Link]) -> None:
-        """Read what is there; wait a little for tickets that say what another rank has raised already."""
+    def _look_again(self, awaited: Link, box: Sized, members: list[Link], call: Any) -> None:
+        """Read what is there; wait a little for what must be on its way, though another rank has failed by now."""
         until = time.monotonic() + _GRACE_SECONDS
         while True:
             for link in members:
                 if not link.lost:
                     self.read(link)
-            agreed = any(link.failed and "agreed" in link.failed for link in members)
-            if box or not agreed or awaited.lost or time.monotonic() > until:
+            coming = any(link.failed and self._is_coming(link.failed, call) for link in members)
+            if box or not coming or awaited.lost or awaited.failed or awaited.left or time.monotonic() > until:
                 return
             time.sleep(0.001)
+
+    def _is_coming(self, failed: dict[str, Any], call: Any) -> bool:
+        """Whether a rank that has failed has ended the round that this one is in: so all have sent their part.
+
+        Then this rank has to raise what that one has raised, from the same tickets, and not that it has.
+        """
+        ended = call in self.groups and failed["ended"].get(call.key, -1) >= call.sequence
+        return ended or "agreed" in failed
+
+    def _waits_for_the_same(self, failed: dict[str, Any], call: Any) -> bool:
+        """Whether a rank has given up waiting in the round that this one is in, for ranks that this one awaits too."""
+        late = failed.get("late")
+        if late is None or call not in self.groups or late["rounds"].get(call.key) != call.sequence:
+            return False
+        return not set(call.awaited()).isdisjoint(late["missing"])
 
     def _same_cause(self, cause: dict[str, Any], told_by: Link, call: str) -> PeerError:
         """The error that names the first cause, told by a rank that only suffered from it."""
@@ -240,9 +281,14 @@ class Switchboard:
             "exception": "".join(traceback.format_exception_only(type(error), error)).strip()[:4000],
             "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__))[-16000:],
         }
+        groups = list(self.groups)
+        report["ended"] = {group.key: group.sequence - (group.since > group.until) for group in groups}  # rounds
         self.announced = report["exception"]
         if isinstance(error, RankMismatchError):
             report["agreed"] = True
+        elif isinstance(error, CollectiveTimeoutError):
+            report["late"] = dict(missing=error.missing, seconds=error.seconds, report=error.report[:16000])
+            report["late"]["rounds"] = {group.key: group.sequence for group in groups if group.since > group.until}
         elif isinstance(error, PeerLostError):
             report["cause"] = {"kind": "lost", "peer": error.peer, "detail": error.detail}
         elif isinstance(error, PeerFailedError):
@@ -269,8 +315,22 @@ class Switchboard:
         """Say LEAVING and close every link. Only the owning process; harmless when repeated."""
         if self.closed:
             return
+        if not self.announced and (cause := self._cause_of_leaving()) is not None:
+            exception = "it has shut its process group down, since another rank was no more"
+            report = {"exception": exception, "traceback": "", "ended": {}, "cause": cause}
+            self._farewell(FAILED, json.dumps(report).encode())
         self._farewell(LEAVING, b"")
         self.close(reason)
+
+    def _cause_of_leaving(self) -> dict[str, Any] | None:
+        """Which rank was lost or has failed before this one leaves: others may wait for this one in a smaller group."""
+        for link in self.links.values():
+            if link.failed and "cause" not in link.failed and "agreed" not in link.failed:
+                failed = {"exception": link.failed["exception"], "traceback": link.failed["traceback"]}
+                return {"kind": "failed", "peer": link.peer, **failed}
+            if link.lost and not link.left and not link.failed:
+                return {"kind": "lost", "peer": link.peer, "detail": f"{link.about}: {link.lost}"}
+        return None
 
     def close(self, reason: str) -> None:
         """Close every link without a word."""

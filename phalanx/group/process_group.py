@@ -50,12 +50,18 @@ class PhalanxProcessGroup(Reducing):
         return self._launch(opts, [tensor], tensor, wire, nccl, self.collectives.broadcast, tensor, root)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """Copy every rank's tensor into a list of tensors on all ranks."""
+        """Copy every rank's tensor into a list of tensors on all ranks. Sizes may differ by rank."""
         opts = options(AllgatherOptions, opts)
         tensor = arguments.dense(arguments.single(inputs, "all_gather"), "all_gather")
         wanted = arguments.per_rank(outputs, self.core.size, "all_gather", "output")
-        arguments.alike(wanted, tensor, "all_gather")
         nccl = ("allgather", [list(wanted)], [tensor], opts)
+        tag = arguments.uneven(wanted, tensor, self.core.rank, "all_gather")
+        if tag:
+            longest = max(each.numel() for each in wanted)
+            wire = plain(Operation.ALL_GATHER, 0, code(tensor, "all_gather"), longest, -1, tag)
+            body = self.collectives.all_gather_uneven
+            return self._launch(opts, Gathered(wanted), tensor, wire, nccl, body, wanted, tensor)
+        arguments.alike(wanted, tensor, "all_gather")
         return self._all_gather([(wanted, tensor)], Gathered(wanted), opts, nccl)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
@@ -226,6 +232,10 @@ class PhalanxProcessGroup(Reducing):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """As barrier; after `timeout` names the first rank that has not come, all with `wait_all_ranks`."""
+        if timeout == timedelta(0):
+            missing = [rank for rank in range(self.core.size) if rank != self.core.rank]
+            text = f"Rank {self.core.rank} timed out in monitoredBarrier after 0 ms"
+            raise CollectiveTimeoutError("monitored_barrier", missing, self.core.rank, 0.0, text)
         opts = options(BarrierOptions, timeout)
         opts.asyncOp = False
         wire = plain(Operation.MONITORED_BARRIER, 0, 0, 0, -1)
@@ -235,6 +245,11 @@ class PhalanxProcessGroup(Reducing):
             missing = late.missing if wait_all_ranks else late.missing[:1]
             names = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             text = f"{names} failed to pass monitoredBarrier in {round(late.seconds * 1000)} ms"
+            if self.core.rank:  # As torch has it there: code matches on that.
+                text = (
+                    f"Rank {self.core.rank} successfully reached monitoredBarrier, but received errors while waiting "
+                    f"for send/recv from rank 0: {text}"
+                )
             raise CollectiveTimeoutError(late.call, missing, late.rank, late.seconds, text, late.report) from None
 
 

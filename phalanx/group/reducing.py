@@ -121,12 +121,19 @@ class Reducing(Adapter):
     def reduce_scatter(  # type: ignore[override]
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> Work:
-        """Combine the r-th input of all ranks into the output of rank r."""
+        """Combine the r-th input of all ranks into the output of rank r. Sizes may differ by rank."""
         opts = options(ReduceScatterOptions, opts, timeout, reduceOp=op)
         output = arguments.dense(arguments.single(outputs, "reduce_scatter"), "reduce_scatter")
         parts = arguments.per_rank(inputs, self.core.size, "reduce_scatter", "input")
-        arguments.alike(parts, output, "reduce_scatter")
         nccl = ("reduce_scatter", [output], [list(parts)], opts)
+        tag = arguments.uneven(parts, output, self.core.rank, "reduce_scatter")
+        if tag:
+            reduction, factor = self._reduction(opts.reduceOp, output)
+            count = sum(part.numel() for part in parts)
+            wire = plain(_ALL_REDUCE, reduction, code(output, "reduce_scatter"), count, -1, tag)
+            body = self.collectives.reduce_scatter_uneven
+            return self._launch(opts, [output], output, wire, nccl, body, output, parts, reduction, factor)
+        arguments.alike(parts, output, "reduce_scatter")
         return self._reduce_scatter([(output, parts)], opts, nccl)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:

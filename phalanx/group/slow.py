@@ -182,15 +182,27 @@ def wait_longer(group: Any, since: float, places: Sequence[int] = ()) -> float:
     if not missing:
         return time.monotonic()  # the last frame has come this very moment
     if group.long is None or (group.long.step, group.long.since) != (group.sequence, since):
-        call = f"{group.described()} at {call_site.here()}"
-        awaited = partial(_awaited, weakref.ref(group), tuple(places))
-        group.long = LongWait(group.board, call, group.key, group.sequence, since, awaited)
+        group.long = _wait_of(group, since, places)
     limit = since + group.timeout
     if time.perf_counter() >= limit:
         report = group.long.report()
         raise CollectiveTimeoutError(str(group), missing, group.rank, group.timeout, report=report)
     left: float = min(group.long.look(), limit) - time.perf_counter()
     return time.monotonic() + max(left, 0.0)
+
+
+def who_is_late(group: Any) -> tuple[list[int], str]:
+    """The places that `group` waits for at this moment, for another thread than the one that waits, and a report."""
+    if group.since <= group.until:
+        return [], ""
+    missing = group.awaited()
+    return missing, (group.long or _wait_of(group, group.since)).report()
+
+
+def _wait_of(group: Any, since: float, places: Sequence[int] = ()) -> LongWait:
+    call = f"{group.described()} at {call_site.here()}"
+    awaited = partial(_awaited, weakref.ref(group), tuple(places))
+    return LongWait(group.board, call, group.key, group.sequence, since, awaited)
 
 
 def _awaited(reference: weakref.ref[Any], places: Sequence[int]) -> list[int]:

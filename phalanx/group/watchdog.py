@@ -1,9 +1,11 @@
 """The watchdog of one rank: a thread that sleeps until somebody asks what this rank is doing.
 
+Once a second it wakes to look after collectives whose data is on the wire of another backend (wire.py).
+
 Each Switchboard has one. It listens on an abstract Unix socket whose name says process, rank and world, and
 where some ranks are on other hosts on a TCP port too; who may ask is said in status/asking.py. The thread
 needs Python's global lock to answer, and nothing else that a stuck rank may hold: it reads what the groups
-keep anyway, and the stack of the thread that made the links. No clock is read for it while nobody asks.
+keep anyway, and the stack of the thread that made the links. Nothing else is done for it while nobody asks.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 
 import torch
 
-from phalanx.group import endings
+from phalanx.group import endings, wire
 from phalanx.group.slow import LongWait, Note
 from phalanx.launch.environment import variable
 from phalanx.status.answer import Doing, Frame, Status
@@ -83,6 +85,7 @@ class Watchdog:
         started, used = time.monotonic(), time.process_time()
         others = [peer for peer in self._peers.values() if peer is not self._me]
         found = {each.rank: each for each in ask(others, _ASK_SECONDS)}
+        time.sleep(max(0.0, started + _CPU_SECONDS - time.monotonic()))  # or the asking is all that is measured
         cpu = (time.process_time() - used) / max(time.monotonic() - started, 1e-6)
         mine = self.status(cpu, wait)
         if mine is not None:
@@ -104,8 +107,12 @@ class Watchdog:
     # -- answering -----------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        looks = wire.Looks()
         try:
-            while self._ending not in _readable(self._sockets):
+            while self._ending not in (ready := _readable(self._sockets, wire.LOOK_SECONDS)):
+                if not ready:
+                    self._look(looks)
+                    continue
                 callers = self._accepted()
                 started, used = time.monotonic(), time.process_time()
                 _readable([self._ending], _CPU_SECONDS)
@@ -115,6 +122,11 @@ class Watchdog:
                         self._answer(caller, cpu)
         finally:
             _close(self._sockets)
+
+    def _look(self, looks: wire.Looks) -> None:
+        board = self._board()
+        if board is not None:
+            looks.look([group for group in _copied(board.groups) if _is_taken(group.lock)], board.slow_after)
 
     def _accepted(self) -> list[socket.socket]:
         """All who have connected by now."""
@@ -181,7 +193,7 @@ def _doing(group: Any, now: float, site: str, is_own: bool) -> Doing:
     """
     call, since, until, long = group.described() + site, group.since, group.until, group.long
     if since <= until:
-        return Doing(call, now - until)
+        return wire.doing(group, call, now) if is_own and wire.is_out(group) else Doing(call, now - until)
     if not is_own:
         return Doing(call, now - since, waits=True)
     if long is not None and long.step == group.sequence:

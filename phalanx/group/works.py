@@ -86,12 +86,14 @@ class DoneWork(Work):
 
 
 class PendingWork(Work):
-    """A collective that another thread runs."""
+    """A collective that another thread runs; `late` says which ranks it waits for, with a report."""
 
-    def __init__(self, tensors: Sequence[Any], call: str, rank: int) -> None:
+    def __init__(
+        self, tensors: Sequence[Any], call: str, rank: int, late: Callable[[], tuple[list[int], str]] | None = None
+    ) -> None:
         super().__init__()
         self.tensors, self.source = tensors, -1
-        self._call, self._rank = call, rank
+        self._call, self._rank, self._late = call, rank, late
         self._gate = threading.Lock()  # held until the work is done; cheaper than an Event
         self._gate.acquire()
         self._finished = False
@@ -120,9 +122,11 @@ class PendingWork(Work):
         if not self._finished:
             seconds = seconds_of(timeout)
             if not self._gate.acquire(timeout=-1 if seconds is None else seconds):
+                missing, report = self._late() if self._late is not None else ([], "")
                 raise CollectiveTimeoutError(
-                    f"wait({seconds:g} s) for {self._call}", [self._rank], self._rank, seconds or 0
-                )
+                    f"wait({seconds:g} s) for {self._call}", missing or [self._rank], self._rank, seconds or 0,
+                    report=report,
+                )  # fmt: skip
             self._gate.release()
         if self._error is not None:
             raise self._error

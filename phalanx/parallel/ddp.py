@@ -343,7 +343,7 @@ _NOT_PICKLED = (
     "process_group", "device_mesh", "_group", "_reducer", "_structure", "modules_buffers",
     "named_module_buffers", "_everything", "_join_config",
     "_surface", "_broadcaster", "_local_cache", "_patterns", "_first_used", "_fetched", "_low", "_in_backward",
-    "_logging", "_guard",
+    "_logging", "_logger", "_guard",
 )  # fmt: skip
 
 

@@ -16,10 +16,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
+from torch.utils.hooks import RemovableHandle
 
 from phalanx.errors import ExhaustedError, MisuseError
 from phalanx.group.follow import Follower
@@ -37,7 +39,8 @@ class Join(TorchJoin):
     they are divided by the items actually seen, whatever it says.
 
     `enable=False` does nothing at all; uneven inputs are then a RankMismatchError. With
-    `throw_on_early_termination=True` every rank raises RuntimeError as soon as one runs out of data.
+    `throw_on_early_termination=True` every rank raises RuntimeError as soon as one runs out of data; over a
+    group of another backend, at the next training forward.
     """
 
     def __init__(
@@ -62,10 +65,14 @@ class Join(TorchJoin):
         self._hooks: list[JoinHook] = [each.join_hook(**kwargs) for each in foreign] if enable else []
         self._all = list(joinables)
         self._before: list[Any] = []
+        self._questions: list[RemovableHandle] = []
 
     def __enter__(self) -> Join:
         if self._models and self._enable:
-            self._refuse_what_cannot_be_followed()
+            if self._throw:
+                self._ask_before_each_forward()
+            else:
+                self._refuse_what_cannot_be_followed()
             self._before = [each._join_config for each in self._all]
             for each in self._all:
                 each._join_config = _JoinConfig(True, self._throw, is_first_joinable=False)
@@ -77,6 +84,16 @@ class Join(TorchJoin):
                 model._reducer.takes_when_joined |= bool(self._hooks)
                 model._logging.joined = True
         return self
+
+    def _ask_before_each_forward(self) -> None:
+        """Have a forward find out who is out of data before it calls what goes through a plain group of torch."""
+        for model in self._models:
+            if model.process_group is not self._group:
+                self._questions.append(model.register_forward_pre_hook(self._ask))
+
+    def _ask(self, model: Any, inputs: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._core.exchange(b"")
 
     def _refuse_what_cannot_be_followed(self) -> None:
         """A rank out of data sees only Phalanx's tickets, not what goes through a plain group of torch."""
@@ -115,6 +132,8 @@ class Join(TorchJoin):
             self._restore()
 
     def _restore(self) -> None:
+        while self._questions:
+            self._questions.pop().remove()
         throws, settings = self._before.pop()
         self._core.throws_when_joined = throws
         for model, setting in zip(self._models, settings, strict=True):

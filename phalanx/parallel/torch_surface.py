@@ -69,11 +69,18 @@ class ReducerSurface:
         pass
 
 
-class LoggerSurface:
-    """What callers of torch reach through `ddp.logger`."""
+class LoggerSurface(dist.Logger):
+    """What callers of torch reach through `ddp.logger`: a logger of torch's too, which its C++ functions take."""
 
     def __init__(self, ddp: Any) -> None:
+        watched = [torch.zeros(1, requires_grad=True)]  # Torch's logger wants a reducer, and that a parameter.
+        super().__init__(dist.Reducer(watched, [[0]], [watched[0].nbytes], ddp.process_group, [False]))
         self._ddp = ddp
+
+    @property
+    def noted_error(self) -> str:
+        """What a C++ function has noted as the error; empty if none has."""
+        return str(super()._get_ddp_logging_data().strs_map.get("error", ""))
 
     def set_runtime_stats_and_log(self) -> None:
         """Nothing to do: steps are noted as they end."""
@@ -88,8 +95,8 @@ class LoggerSurface:
     def _set_static_graph(self) -> None:
         pass
 
-    def _get_ddp_logging_data(self) -> SimpleNamespace:
-        data = self._ddp._logging.as_dict()
+    def _get_ddp_logging_data(self) -> Any:
+        data = self._ddp._get_ddp_logging_data()
         texts = {key: value for key, value in data.items() if isinstance(value, str)}
         return SimpleNamespace(strs_map=texts, ints_map={key: data[key] for key in data.keys() - texts.keys()})
 
@@ -109,6 +116,7 @@ class TorchSurface(Wrapped):
         """Set what belongs to this process; called before the reducer is built."""
         self._surface = ReducerSurface(weakref.proxy(self))
         self._logging = LoggingData(weakref.proxy(self))
+        self._logger: LoggerSurface | None = None
         self._buffer_futures: list[torch.futures.Future[Any]] = []
         self._fetched: list[buffers.Received] = []
         self._authoritative_rank = 0
@@ -145,7 +153,9 @@ class TorchSurface(Wrapped):
     @property
     def logger(self) -> LoggerSurface:
         """What callers of torch reach through this name."""
-        return LoggerSurface(self)
+        if self._logger is None:
+            self._logger = LoggerSurface(weakref.proxy(self))
+        return self._logger
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -171,6 +181,8 @@ class TorchSurface(Wrapped):
         raise err_type(err_msg)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
+        if self._logger is not None and self._logger.noted_error:
+            self._logging.error = self._logger.noted_error
         return self._logging.as_dict()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:

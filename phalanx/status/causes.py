@@ -15,6 +15,7 @@ _LOADING_FUNCTIONS = {"__next__", "__iter__", "__getitem__", "__getitems__", "co
 _DEBUGGERS = ("pdb.py", "bdb.py", "ipdb", "pydevd")
 _RANK_ZERO_FIRST = "rank_zero_first("
 _GRADIENTS = "gradient synchronisation"
+_ON_THE_WAY = "with its data on the way over"
 
 
 def usual_causes(statuses: Sequence[Status], waiting: Status | None, late: Sequence[Status]) -> list[str]:
@@ -75,6 +76,8 @@ def _is_loading(stack: Sequence[Frame]) -> bool:
 
 def _for_each_other(late: Sequence[Status]) -> str:
     names = name_ranks([each.rank for each in late])
+    if any(each.waiting is not None and _ON_THE_WAY in each.waiting.call for each in late):
+        return "the network between the hosts is slow or loses what is sent; there may also be much to send"
     if any(each.waiting is not None and each.waiting.call.startswith("recv(") for each in late):
         return f"{names} each receive before they send what the other waits for; let one of them send first"
     return (

@@ -36,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from phalanx.errors import MisuseError
 from phalanx.group import world
+from phalanx.parallel.seeds import expect_different_seeds
 
 _LIMIT = 1 << 63
 _WORDS = 2**32
@@ -66,12 +67,15 @@ def seed(s: int, per_rank: bool = True) -> None:
     own, so that dropout and augmentation differ, also in DataLoader workers; with `per_rank=False` ranks
     stay alike. A forward of a model that has been wrapped before the call parts the streams as well.
 
+    Ranks that all have the same seed when a model synchronises its first step, although they were to part,
+    are told so by the warning "same-seed": somebody has called `torch.manual_seed` in between.
+
     Not collective: may be called before `phalanx.init`, with the same `s` on every rank. Checkpoints record
     it. Raises MisuseError unless 0 <= s < 2**63.
     """
     if isinstance(s, bool) or not isinstance(s, int) or not 0 <= s < _LIMIT:
         raise MisuseError(f"phalanx.seed({s!r}): not an integer from 0 to 2**63 - 1", "phalanx.seed(0)")
-    _State.current = Seed(s, per_rank)
+    _take(Seed(s, per_rank))
     _seed_all(s, [s % _WORDS, s // _WORDS] if s >= _WORDS else s)
     if not _State.watches_wraps:
         register_module_module_registration_hook(_on_registration)  # for good: it cannot be removed in a wrap
@@ -88,16 +92,22 @@ def recorded() -> dict[str, Any] | None:
 
 def adopt(record: Mapping[str, Any] | None) -> None:
     """Take over the seed of a checkpoint, whose random states have been restored: wrapping changes nothing then."""
-    _State.current = None if record is None else Seed(**record)
+    _take(None if record is None else Seed(**record))
     if _State.current is None or _State.current.split:
         _stop_watching_forwards()
 
 
 def reseed(record: Mapping[str, Any], salt: str) -> None:
     """Give every rank new streams, which follow from the seed of a checkpoint, the rank, and `salt`."""
-    _State.current = replace(Seed(**record), split=True)
+    _take(replace(Seed(**record), split=True))
     _stop_watching_forwards()
     _seed_streams(f"{salt} of phalanx.seed")
+
+
+def _take(current: Seed | None) -> None:
+    """Go by this seed from now on; a wrapped model then looks whether ranks do draw from different ones."""
+    _State.current = current
+    expect_different_seeds(current is not None and current.per_rank)
 
 
 def _on_registration(module: nn.Module, name: str, _submodule: nn.Module | None) -> None:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from tests.peer import exceptions
-from tests.peer.cases import Case, Result, Status, Target, What, applicable, save_baseline
+from tests.peer.cases import Case, Result, Status, Target, What, about, applicable, family, save_baseline
 
 _ROOT = pathlib.Path(__file__).parents[2]
 # Worlds tried when measuring: what skips itself at two ranks is tried again at four.
@@ -162,6 +162,15 @@ def _surprise(what: What, target: Target, result: Result) -> str:
     return ""
 
 
+def _by_family(args: argparse.Namespace, results: Iterable[Result]) -> dict[str, collections.Counter[Status]]:
+    """Count how the cases of each family ended."""
+    counts: dict[str, collections.Counter[Status]] = collections.defaultdict(collections.Counter)
+    for result in results:
+        what = about(result) if args.measure else args.what
+        counts[family(what, result.case)][result.status] += 1
+    return counts
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.peer.run", description=__doc__)
     parser.add_argument("--what", type=What, choices=list(What), default=What.DDP)
@@ -173,7 +182,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=pathlib.Path, help="write one line of JSON per case")
     parser.add_argument("--logs", type=pathlib.Path, help="keep the output of each rank here")
     parser.add_argument(
-        "--measure", action="store_true", help="run every test with torch's own and write both baselines"
+        "--measure", action="store_true", help="run every test with torch's own and write the baselines"
     )
     return parser.parse_args()
 
@@ -204,6 +213,8 @@ def main() -> int:
             if out:
                 out.write(result.to_json() + "\n")
     counts = collections.Counter(result.status.value for result in everything)
+    for name, ends in _by_family(args, everything).items():
+        print(f"{name}: {ends[Status.PASS]} of {ends.total()} pass")
     print(
         f"{len(everything)} cases: "
         + ", ".join(f"{n} {s}" for s, n in counts.most_common())

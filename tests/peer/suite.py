@@ -11,10 +11,12 @@ import importlib
 import inspect
 import os
 import sys
+import types
 import unittest
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from torch.testing._internal import common_distributed, common_utils
 
 from tests.peer import as_cpu, targets
@@ -53,6 +55,17 @@ def _skip_below_three_ranks(test: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def _torchvision() -> types.ModuleType:
+    """Stand in for torchvision, of which one test wants a model with nested BatchNorm layers."""
+    block = nn.Sequential()
+    block.add_module("bn1", nn.BatchNorm2d(2))
+    model = nn.Sequential()
+    model.add_module("layer1", nn.Sequential(block))
+    module = types.ModuleType("torchvision")
+    module.models = types.SimpleNamespace(resnet50=lambda: model)  # type: ignore[attr-defined]
+    return module
+
+
 def _shrink(base: type) -> None:
     for name, number, smaller in _SMALLER:
         function = inspect.unwrap(getattr(base, name))
@@ -67,15 +80,9 @@ def load(what: What, target: Target) -> type:
     """
     _open_gates()
     tests = importlib.import_module(_TESTS)
+    tests.torchvision = getattr(tests, "torchvision", _torchvision())
     as_cpu.install(tests, common_distributed)
-    backend, cls = "gloo", tests.DistributedDataParallel
-    if target is Target.PHALANX:
-        phalanx = importlib.import_module("phalanx")
-        if what is What.DDP:
-            cls = phalanx.DistributedDataParallel
-        else:
-            backend = "phalanx"
-    targets.install(cls, backend, tests)
+    targets.install(targets.of_torch(tests) if target is Target.TORCH else targets.of_phalanx(what, target), tests)
     base = tests.DistributedTest._DistTestBase
     _shrink(base)
     return type("PeerTest", (tests.TestDistBackend, base), {})

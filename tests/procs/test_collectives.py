@@ -346,7 +346,7 @@ _REFUSED: list[tuple[Callable[[PhalanxProcessGroup], object], str]] = [
     (lambda g: g.broadcast([_ones(1), _ones(1)], 0), "requires a single-element tensor list"),
     (lambda g: g.broadcast([_ones(2).to_sparse()], 0), "only supports dense tensors"),
     (lambda g: g.allgather([[_ones(1)]], [_ones(1)]), "invalid output tensor list at index 0"),
-    (lambda g: g.allgather([[_ones(2), _ones(1)]], [_ones(1)]), "invalid tensor size at index 0"),
+    (lambda g: g.allgather([[_ones(2), _ones(2)]], [_ones(1)]), "invalid tensor size at index 0"),
     (lambda g: g.allgather([[_ones(1), _ones(1).int()]], [_ones(1)]), "invalid tensor type at index 1"),
     (lambda g: g.gather([[_ones(1)]], [_ones(1)], 0), "Incorrect output list size 1"),
     (lambda g: g.gather([[_ones(1)]], [_ones(1)], 1), "requires empty output on non-root"),

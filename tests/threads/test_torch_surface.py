@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any
 
@@ -83,6 +84,17 @@ def test_the_logger() -> None:
         return [data.strs_map["error"], data.ints_map["world_size"], ddp._get_ddp_logging_data()["error"]]
 
     assert run(2, program) == [["broken", 2, "broken"]] * 2
+
+
+def test_the_logger_is_one_that_torchs_own_functions_take() -> None:
+    def program(rank: int) -> list[Any]:
+        ddp = DistributedDataParallel(one())
+        with pytest.raises(RuntimeError, match="No support for sparse tensors"):
+            dist._compute_bucket_assignment_by_size([torch.ones(2).to_sparse()], [400], logger=ddp.logger)
+        data = ddp._get_ddp_logging_data()
+        return [data["error"], data["has_error"], copy.deepcopy(ddp).logger is not ddp.logger]
+
+    assert run(2, program) == [["No support for sparse tensors.", 1, True]] * 2
 
 
 def test_buffers_by_their_older_names() -> None:
