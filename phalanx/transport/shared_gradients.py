@@ -39,7 +39,7 @@ class Cut(NamedTuple):
     Up to `direct` ranks, each adds up all slots of a piece for itself.
     """
 
-    whole: int = 4 << 20
+    whole: int = 2 << 20
     piece: int = 2 << 20
     direct: int = 3
 
@@ -83,6 +83,8 @@ class SharedGradients:
         self._spare: list[torch.Tensor] | None = None
         self._turn = 0
         self._programs: dict[tuple[tuple[Span, ...], tuple[float, ...], bool], _Program] = {}
+        # The last one. Both sequences are kept, so that their identity proves that they are the same.
+        self._usual: tuple[Sequence[Span], Sequence[float], bool, _Program] | None = None
         self.post: Callable[[int, int], None] = self._post_own
         self.aside = False
 
@@ -118,7 +120,12 @@ class SharedGradients:
         """
         last, turn = len(self.pieces) - 1, self._turn
         aside = self.aside and last > 0
-        program = self._program(tuple(spans), tuple(scales), aside)
+        usual = self._usual
+        if usual is not None and spans is usual[0] and scales is usual[1] and aside == usual[2]:
+            program = usual[3]
+        else:
+            program = self._program(tuple(spans), tuple(scales), aside)
+            self._usual = (spans, scales, aside, program)
         for piece in range(last + 1):
             following = fence.step & 1
             if piece < last:
