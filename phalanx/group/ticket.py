@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SIGNATURE = struct.Struct("<BBBxiQQ8x")
 PERSONAL = struct.Struct("<BBHIdd")
@@ -169,3 +169,13 @@ def describe(wire: bytes, dtype_names: Mapping[int, str], reduction_names: Mappi
 def round_members(tickets: Iterable[Ticket]) -> bytes:
     """The mask of the gradients that the active ones among `tickets` exchange; empty for the whole model."""
     return next((t.extra for t in tickets if t.operation is Operation.GRADIENTS), b"")
+
+
+def as_contribution(t: Ticket, tag: int, mask: bytes) -> Ticket:
+    """Read a follower's ticket in a round of the flush `tag`: gradients of it that it has left count, no others."""
+    if t.state is State.ACTIVE:
+        return t
+    left = int.from_bytes(t.bitmap, "little")
+    if left and t.tag == tag and (not mask or left & int.from_bytes(mask, "little")):
+        return replace(t, state=State.ACTIVE)
+    return replace(t, bitmap=b"", weighed=False)

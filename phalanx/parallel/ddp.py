@@ -123,8 +123,9 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
         self.modules_buffers: list[torch.Tensor] = []
         named = self._trainable()
         self._reducer = Reducer(
-            group, named, sparse_parameters(self.module), self.options.caps, weakly(self._local_now)
-        )
+            group, named, sparse_parameters(self.module), self.options.caps, weakly(self._local_now),
+            self._frozen(named), weakly(self._adopt_unfrozen),
+        )  # fmt: skip
         self._start_surface()
         self._remember_structure()
         self._reducer.on_build = weakly(self._make_broadcaster)
@@ -149,6 +150,21 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
             if (parameter.requires_grad or id(parameter) in hooked) and name not in self.parameters_to_ignore
         ]
 
+    def _frozen(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
+        """Those that may be unfrozen some day, of the parameters that are not among `named`."""
+        taken = {id(parameter) for _, parameter in named}
+        return [
+            parameter
+            for name, parameter in self.module.named_parameters()
+            if id(parameter) not in taken and name not in self.parameters_to_ignore and _may_have_gradient(parameter)
+        ]
+
+    def _adopt_unfrozen(self) -> None:
+        """Pick up parameters that got a gradient without a forward of this wrapper since they were unfrozen."""
+        named = self._trainable({id(parameter) for parameter in self._reducer.parameters})
+        self._reducer.adopt(named, self._frozen(named))
+        self._remember_structure()
+
     def _remember_structure(self) -> None:
         """Look what the model is made of."""
         structure = self._structure = Structure(self.module, self.parameters_to_ignore, self._reducer.parameters)
@@ -170,7 +186,8 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
             gone = hooked - {id(p) for p in self.module.parameters()}
             converted = self._low is None and structure.is_converted()
             if structure.is_swapped() or converted or missing or gone:
-                self._reducer.adopt(named)
+                self._reducer.forget_backward()
+                self._reducer.adopt(named, self._frozen(named))
             self._remember_structure()
         elif not structure.has_its_buffers():
             self._remember_structure()
@@ -345,6 +362,10 @@ _NOT_PICKLED = (
     "_surface", "_broadcaster", "_local_cache", "_patterns", "_first_used", "_fetched", "_low", "_in_backward",
     "_logging", "_logger", "_guard",
 )  # fmt: skip
+
+
+def _may_have_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.is_leaf and (parameter.is_floating_point() or parameter.is_complex())
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

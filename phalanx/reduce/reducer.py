@@ -19,7 +19,6 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -45,12 +44,16 @@ from phalanx.transport.protocol import Fence
 _NONE: Local = frozenset()
 
 
+def _nothing() -> None:
+    pass
+
+
 class Reducer:
     """Synchronises the gradients of `named` parameters (all of which require one) over `group`.
 
     `sparse_names` are parameters that receive sparse gradients; `caps` are bucket sizes in bytes.
-    `local_now()` gives, when a backward ends, the numbers of the parameters to keep local. The reducer must
-    be built before its first flush, and again when it is `stale`.
+    `local_now()` gives, when a backward ends, the numbers of the parameters to keep local; for `frozen` and
+    `unfrozen()` see adopt(). The reducer must be built before its first flush, and again when it is `stale`.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class Reducer:
         sparse_names: frozenset[str],
         caps: Sequence[int],
         local_now: Callable[[], Local],
+        frozen: Sequence[torch.nn.Parameter] = (),
+        unfrozen: Callable[[], None] = _nothing,
     ) -> None:
         self.group, self.caps = group, tuple(caps)
         self.weights, self.residue = Weights(), Residue()
@@ -78,24 +83,26 @@ class Reducer:
         self.stale = True
         self.produced: set[int] = set()  # not synchronised since they were produced
         self.named: list[tuple[str, torch.nn.Parameter]] = []
-        self.watch = Watch(weakly(self.backward_begins), weakly(self._ended))
+        self.watch = Watch(weakly(self.backward_begins), weakly(self._ended), unfrozen)
         self._local_now, self._sparse_names = local_now, sparse_names
         self._places: Places | None = None
         self._number = self._tag = -1
         reducers.add(self)
-        self.adopt(named)
+        self.adopt(named, frozen)
 
     # -- parameters ----------------------------------------------------------------------------------
 
-    def adopt(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        """Take these parameters instead of the present ones; their places are made at the next flush."""
-        self.forget_backward()
+    def adopt(self, named: Sequence[tuple[str, torch.nn.Parameter]], frozen: Sequence[torch.nn.Parameter] = ()) -> None:
+        """Take these parameters instead of the present ones; their places are made at the next flush.
+
+        If one of `frozen` gets a gradient all the same, `unfrozen()` is called when that backward has ended.
+        """
         pending = {self.named[index][0] for index in self.produced}
         self.named = list(named)
         self.parameters = [parameter for _, parameter in named]
         self.produced = {index for index, (name, _) in enumerate(named) if name in pending}
         self.everything = frozenset(range(len(named)))
-        self.watch.put_on(self.parameters)
+        self.watch.put_on(self.parameters, frozen)
         self.statistics.size = len(named)
         self.schedule.name([name for name, _ in named])
         self.stale = True
@@ -297,7 +304,7 @@ class Reducer:
         self.skippers = [rank for rank, t in enumerate(heard) if t.state is State.SKIPPING]
         self.runners = [rank for rank, t in enumerate(heard) if t.state is State.ACTIVE]
         mask = ticket.round_members(heard)
-        tickets = [self._as_contribution(t, mask) for t in heard]
+        tickets = [ticket.as_contribution(t, self.tag, mask) for t in heard]
         size = len(self.named)
         union = 0
         for t in tickets:
@@ -318,15 +325,6 @@ class Reducer:
                 "Instead: call ddp.weigh(loss, n) on every rank, with n = 0 where a rank has nothing.",
             ) from error  # fmt: skip
 
-    def _as_contribution(self, t: Ticket, mask: bytes) -> Ticket:
-        """Read a follower's ticket: gradients of this round that it has left count, others do not."""
-        if t.state is State.ACTIVE:
-            return t
-        left = int.from_bytes(t.bitmap, "little")
-        if left and t.tag == self.tag and (not mask or left & int.from_bytes(mask, "little")):
-            return replace(t, state=State.ACTIVE)
-        return replace(t, bitmap=b"", weighed=False)
-
     # -- following -----------------------------------------------------------------------------------
 
     def following_ticket(self, state: State, followed: int) -> Ticket:
@@ -340,7 +338,7 @@ class Reducer:
         started, places = time.perf_counter(), self._built()
         heard = [ticket.decode(wire) for wire in got]
         mask = ticket.round_members(heard)
-        own = self._as_contribution(heard[self.group.core.rank], mask)
+        own = ticket.as_contribution(heard[self.group.core.rank], self.tag, mask)
         places.settle(self.produced)
         places.post(fence.step, at_home=self.comm_hook is not None)
         fence()  # where those in the flush have exchanged tickets
@@ -394,7 +392,3 @@ class Reducer:
         """Raise MisuseError if `call` comes while a backward is running."""
         if self.watch.running:
             raise MisuseError(f"{call} inside a backward", "call it before or after", self.group.core.rank)
-
-
-def _nothing() -> None:
-    pass

@@ -90,12 +90,18 @@ class Watch:
 
     `begins()` is called at the first sign of a backward, `ended(fired, forwards)` when the outermost one has
     ended: the numbers of the parameters whose hook has run, and what was given to output_reached(). What
-    `ended` raises comes out of backward().
+    `ended` raises comes out of backward(). `others()` is called before, if a parameter has got a gradient that was
+    frozen: it puts the watch on that one too.
     """
 
-    def __init__(self, begins: Callable[[], None], ended: Callable[[frozenset[int], list[Local]], None]) -> None:
+    def __init__(
+        self,
+        begins: Callable[[], None],
+        ended: Callable[[frozenset[int], list[Local]], None],
+        others: Callable[[], None],
+    ) -> None:
         self.order = next(_construction)
-        self._begins, self._ended = begins, ended
+        self._begins, self._ended, self._others = begins, ended, others
         self._numbers: dict[int, int] = {}
         self._handles: list[RemovableHandle] = []
         self._noted: _Waiting | _Noting | _Dropped = _Waiting()
@@ -107,11 +113,12 @@ class Watch:
         self._usual: tuple[list[int], frozenset[int]] = ([], frozenset())
         weakref.finalize(self, _drop, self._noted)
 
-    def put_on(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Hook these parameters instead of the present ones."""
+    def put_on(self, parameters: Sequence[torch.nn.Parameter], frozen: Sequence[torch.nn.Parameter] = ()) -> None:
+        """Hook these parameters instead of the present ones; those that are frozen only to be told of others."""
         self.take_off()
         self._numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self._handles = [_hook_on(parameter, self._noted) for parameter in parameters]
+        self._usual = ([], frozenset())
+        self._handles = [_hook_on(parameter, self._noted) for parameter in (*parameters, *frozen)]
 
     def take_off(self) -> None:
         """Remove all hooks."""
@@ -166,8 +173,20 @@ class Watch:
     def _fired(self) -> frozenset[int]:
         noted = list(map(id, self._noted))
         if noted != self._usual[0]:
+            if not self._numbers.keys() >= set(noted):
+                self._take_in_others()
             self._usual = (noted, frozenset(self._numbers[each] for each in noted))
         return self._usual[1]
+
+    def _take_in_others(self) -> None:
+        """Have others() take in what is not numbered yet; what forwards have kept local is numbered anew."""
+        before = {number: parameter for parameter, number in self._numbers.items()}
+        self._others()
+        everything = frozenset(self._numbers.values())
+        self._forwards = [
+            everything if len(local) == len(before) else frozenset(self._numbers[before[each]] for each in local)
+            for local in self._forwards
+        ]
 
     def abandon(self) -> frozenset[int]:
         """Forget a backward that never ended, because it raised; return what had fired."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -49,6 +51,31 @@ def test_layers_frozen_and_unfrozen_in_any_order(order: tuple[str, ...], n: int)
     mean = (n + 1) / 2
     expected = [{f"{name}.weight": None if name in frozen else mean for name in "abc"} for frozen in order]
     assert same_on_all(n, program) == expected
+
+
+@pytest.mark.parametrize("use", ["a", ""])
+@pytest.mark.parametrize("forward", [True, False], ids=["model(x)", "model.module(x)"])
+@pytest.mark.parametrize("local", [None, "no_sync", "no_sync of c"])
+def test_unfreezing_gives_no_gradient_to_another_layer(use: str, forward: bool, local: str | None):
+    """Layers are numbered anew when one is unfrozen, whether it is used in that step or not."""
+
+    def program(rank: int) -> dict:
+        plain = Branches()
+        plain.c = one()
+        plain.a.weight.requires_grad_(False)
+        model = ddp(plain)
+        model(x_of(rank), "bc").sum().backward()
+        model.zero_grad()
+        plain.a.weight.requires_grad_(True)
+        call = model if forward else model.module
+        with {None: nullcontext, "no_sync": model.no_sync, "no_sync of c": partial(model.no_sync, "c.*")}[local]():
+            call(x_of(rank), use + "bc").sum().backward()
+        if local:
+            (model.module if use and not forward else call)(x_of(rank), use + "bc").sum().backward()
+        return values(model)
+
+    mean = 1.5 * (2 if local else 1)
+    assert same_on_all(2, program) == {"a.weight": mean if use else None, "b.weight": mean, "c.weight": mean}
 
 
 def test_a_layer_frozen_between_a_local_backward_and_the_synchronised_one():
