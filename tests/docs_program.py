@@ -27,6 +27,7 @@ from torch.utils.data import DistributedSampler
 
 import phalanx
 from phalanx import misuse
+from phalanx.parallel import seeds
 from tests import ray_stand_in
 
 BEGINS_BY_ITSELF = ("phalanx.init()", "init_process_group(", "import phalanx.dropin")
@@ -84,6 +85,7 @@ def run_block(block: dict[str, str], folder: Path) -> str:
         names.clear()
     phalanx.shutdown()
     misuse.silenced.clear()
+    seeds.expect_different_seeds(False)
     return said.getvalue()
 
 

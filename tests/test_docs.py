@@ -293,8 +293,6 @@ def test_the_page_of_a_link_and_a_heading_are_read_as_written() -> None:
     assert len(blocks_of(text)) == 1
 
 
-@pytest.mark.full
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="`make docs` installs mkdocs")
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     run_command(build, ROOT, env={"NO_MKDOCS_2_WARNING": "1"})

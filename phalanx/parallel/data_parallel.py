@@ -41,8 +41,9 @@ class DataParallel(TorchDataParallel[T]):
     statistics of replica 0; `phalanx.SyncBatchNorm` takes the whole batch. What a replica changes otherwise is
     lost with it: attributes, and everything but buffers and parameters of replica 0.
 
-    Forward raises MisuseError for tensors that cannot be split alike, for outputs that cannot be put together,
-    and inside of a DistributedDataParallel. An error in a replica has its type, and says in which replica.
+    Forward raises MisuseError for tensors that cannot be split alike and for outputs that cannot be put together;
+    DistributedDataParallel does for a module with a DataParallel inside. An error in a replica has its type, and
+    says in which replica.
     """
 
     def __init__(
@@ -103,12 +104,6 @@ class DataParallel(TorchDataParallel[T]):
                     f"on device {self.src_device_obj} (device_ids[0]) but found one of "
                     f"them on device: {tensor.device}. Instead: module.to({str(self.src_device_obj)!r}) first"
                 )
-        outer = TorchDistributedDataParallel._active_ddp_module
-        if outer is not None and any(part is self for part in outer.modules()):
-            raise MisuseError(
-                "a DataParallel inside of a DistributedDataParallel: each splits the batch",
-                "DistributedDataParallel(module) with one rank for each device, without DataParallel",
-            )
 
     # -- the steps of forward, which subclasses may replace -------------------------------------------
 

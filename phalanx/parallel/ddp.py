@@ -23,7 +23,7 @@ from phalanx.group import ticket
 from phalanx.group.process_group import PhalanxProcessGroup, for_process_group
 from phalanx.parallel import buffers
 from phalanx.parallel.groups import choose_group, find_group
-from phalanx.parallel.guard import Guarded, warn_if_wrapped
+from phalanx.parallel.guard import Guarded, check_inside
 from phalanx.parallel.in_backward import InBackwardOptimizers
 from phalanx.parallel.layers import Layers
 from phalanx.parallel.mixed_precision import LowPrecision
@@ -102,7 +102,7 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
             batched_grad_copy, mixed_precision,
         )  # fmt: skip
         self._attach(for_process_group(self.process_group, "gradients"))
-        warn_if_wrapped(module, self._group.core.rank)
+        check_inside(module, self._group.core.rank)
         self._reducer.build()
         if init_sync:
             self._broadcast_module(0, with_buffers=sync_init)

@@ -20,6 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from phalanx import misuse
+from phalanx.errors import MisuseError
+from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.drift import Drift
 from phalanx.parallel.seeds import compare_seeds
 from phalanx.parallel.wrapped import Wrapped
@@ -183,9 +185,14 @@ class Guarded(Wrapped):
             self._guard.drift.check(buffers)
 
 
-def warn_if_wrapped(module: nn.Module, rank: int) -> None:
-    """Warn if a module that is about to be wrapped has a wrapped one in it."""
+def check_inside(module: nn.Module, rank: int) -> None:
+    """Warn if a module that is about to be wrapped has a wrapped one in it; refuse one that splits batches itself."""
     for name, child in module.named_modules():
+        if isinstance(child, DataParallel) and len(child.device_ids) > 1:
+            raise MisuseError(
+                f"a DataParallel inside of a DistributedDataParallel ({name or 'its module'}): each splits the batch",
+                "DistributedDataParallel(module) with one rank for each device, without DataParallel", rank,
+            )  # fmt: skip
         if isinstance(child, TorchDDP):
             warn_wrapped_twice([f"{name}.{each}".lstrip(".") for each, _ in child.named_parameters()], rank)
             return

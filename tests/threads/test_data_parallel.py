@@ -403,9 +403,10 @@ def test_misuse_is_an_error() -> None:
 
 def test_neither_goes_inside_of_the_other() -> None:
     def program(rank: int) -> None:
-        inside = DistributedDataParallel(DataParallel(layers(), replicas=2))
-        with pytest.raises(MisuseError, match="DataParallel inside of a DistributedDataParallel"):
-            inside(noise(4, 4))
+        for name, module in (("its module", DataParallel(layers(), replicas=2)), ("0", None)):
+            inside = module or nn.Sequential(DataParallel(layers(), replicas=2), nn.Linear(2, 2))
+            with pytest.raises(MisuseError, match=rf"inside of a DistributedDataParallel \({name}\)"):
+                DistributedDataParallel(inside)
         with pytest.raises(MisuseError, match=r"DataParallel of a DistributedDataParallel \(its module\)"):
             DataParallel(DistributedDataParallel(layers()), replicas=2)
 
