@@ -40,7 +40,7 @@ class Cut(NamedTuple):
     """
 
     whole: int = 2 << 20
-    piece: int = 2 << 20
+    piece: int = 1 << 20
     direct: int = 3
 
 
