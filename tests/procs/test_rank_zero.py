@@ -178,6 +178,7 @@ def test_a_process_is_gone_when_it_is_dead_or_its_number_is_anothers() -> None:
 
 def test_a_rank_zero_that_never_comes_is_named_after_the_timeout() -> None:
     def program(rank: int) -> str:
+        dist.barrier()  # rank 0 may not end while the other still connects to it
         store = dist.distributed_c10d._get_default_store()
         store.set_timeout(timedelta(seconds=0.5))
         if rank == 1:
