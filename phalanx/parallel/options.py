@@ -92,6 +92,17 @@ def buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | Non
     return wanted, wanted
 
 
+def _refuse_other_dtypes(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    for name, parameter in named:
+        wanted = parameter.grad_dtype
+        if wanted is not None and wanted != parameter.dtype and parameter.requires_grad:
+            raise MisuseError(
+                f"the gradients of {name} are to be {wanted}, of a parameter that is {parameter.dtype}: they are "
+                "exchanged in the dtype of the parameter",
+                f"{name} in {wanted} and torch.autocast, or leave its grad_dtype alone",
+            )
+
+
 def check_devices(
     named: Sequence[tuple[str, nn.Parameter]], device_ids: Sequence[Any] | None, output_device: Any
 ) -> tuple[tuple[Any, ...] | None, Any]:
@@ -111,6 +122,7 @@ def check_devices(
             "DistributedDataParallel of a module without data: its parameters are on the meta device",
             "module.to_empty(device=...) and initialise or load it, before wrapping it",
         )
+    _refuse_other_dtypes(named)
     devices = {parameter.device for parameter in parameters}
     if not device_ids or types == {"cpu"} or len(devices) > 1:
         if device_ids or output_device is not None:

@@ -34,6 +34,16 @@ def test_arguments_that_cannot_be_right(build, keywords: dict, error: type, text
     run(2, program, timeout=10)
 
 
+def test_gradients_of_another_dtype_than_their_parameter_are_refused():
+    def program(rank: int) -> None:
+        layer = nn.Sequential(nn.Linear(2, 2).bfloat16())
+        layer[0].bias.grad_dtype = torch.float32
+        with pytest.raises(MisuseError, match="gradients of 0.bias are to be torch.float32"):
+            DistributedDataParallel(layer)
+
+    run(2, program)
+
+
 def test_empty_device_ids_are_no_device_ids():
     assert same_on_all(2, lambda rank: ddp(one(), device_ids=[]).device_ids) is None
 
