@@ -67,24 +67,26 @@ class Posting:
         self._given, self._made = (), []
         self._flat.clear()
 
-    def post(self, piece: int, turn: int) -> None:
+    @torch.no_grad()
+    def post(self, piece: int, turn: int, factor: float) -> None:
         """See SharedGradients.post."""
         slots, parts, made = self._slots[turn][piece], self._parts[piece], self._made
-        if made:
-            if len(self._parts) == 1:
-                torch._foreach_copy_(slots, made)
-            else:
-                each = [made[p.parameter] if p.whole else self._range(p, made[p.parameter]) for p in parts]
-                torch._foreach_copy_(slots, each)
+        if made and len(self._parts) == 1:
+            torch._foreach_copy_(slots, made)
             return
         for slot, part in zip(slots, parts, strict=True):
             gradient = self._given[part.parameter]
             if gradient is None:
                 slot.zero_()
-            elif part.whole:
-                copy(gradient, slot)
+                continue
+            if not part.whole:
+                gradient = self._range(part, gradient)
+            elif gradient.layout is not torch.strided:
+                gradient = gradient.to_dense()
+            if factor == 1.0:
+                slot.copy_(gradient)
             else:
-                copy(self._range(part, gradient), slot)
+                torch.mul(gradient, factor, out=slot)
 
     def _range(self, part: _Part, gradient: torch.Tensor) -> torch.Tensor:
         """A part of `gradient` as one range of memory, in the order of the gradient's place."""

@@ -147,6 +147,7 @@ def weighted_sum(parts: Sequence[torch.Tensor], scales: Sequence[float], out: to
         _fold(parts, out, torch.add)
         return
     narrow = is_narrow(out.dtype)
+    plain = plain and not narrow
     for start in range(0, out.numel(), PIECE):
         target = out[start : start + PIECE]
         pieces = [part[start : start + PIECE] for part in parts]

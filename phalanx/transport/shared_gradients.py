@@ -16,6 +16,7 @@ last fence every contribution is intact, so that a reduction can be repeated aft
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -31,6 +32,8 @@ Span = tuple[int, int, int]
 Calls = list[Callable[[], object]]
 
 _ALIGN = 64
+_LIKE_FLOAT32 = (torch.float32, torch.float64, torch.bfloat16)
+"""Dtypes of so many exponents that halving a gradient loses nothing."""
 
 
 class Cut(NamedTuple):
@@ -63,8 +66,8 @@ class _Program(NamedTuple):
 class SharedGradients:
     """The slots of all ranks, and `own`: this rank's results, and contributions that are accumulated there.
 
-    `post(piece, turn)` copies this rank's contribution to a piece into its slot; it is replaced by whoever
-    knows of contributions that are not in `own`. `aside` says that some contributions are there.
+    `post(piece, turn, factor)` writes this rank's contribution to a piece, times a factor, into its slot; it is
+    replaced by whoever knows of contributions that are not in `own`. `aside` says that some contributions are there.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class SharedGradients:
         self._programs: dict[tuple[tuple[Span, ...], tuple[float, ...], bool], _Program] = {}
         # The last one. Both sequences are kept, so that their identity proves that they are the same.
         self._usual: tuple[Sequence[Span], Sequence[float], bool, _Program] | None = None
-        self.post: Callable[[int, int], None] = self._post_own
+        self.post: Callable[[int, int, float], None] = self._post_own
         self.aside = False
 
     @staticmethod
@@ -106,19 +109,21 @@ class SharedGradients:
     def begin(self, turn: int) -> None:
         """Post the first piece, in the turn of the fence that comes next."""
         self._turn = turn
-        self.post(0, turn)
+        self.post(0, turn, 1.0)
 
-    def _post_own(self, piece: int, turn: int) -> None:
+    def _post_own(self, piece: int, turn: int, factor: float) -> None:
         for part in self.pieces[piece]:
-            self.slot(turn, part).copy_(self.own[part.region][part.start : part.stop])
+            torch.mul(self.own[part.region][part.start : part.stop], factor, out=self.slot(turn, part))
 
     def reduce(self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool = True) -> None:
         """Replace `spans` of every rank by sum(scale[r] x contribution of r), in rank order.
 
         Every rank calls it after begin() and the fence that follows. A rank of scale 0 is not read. Equal scales
-        are applied to the sum, so that it is rounded once. A rank that does not take the result keeps what it has.
+        are applied to the sum, so that it is rounded once; where they are exact, in posting all pieces but the first,
+        which spares a pass. A rank that does not take the result keeps what it has.
         """
         last, turn = len(self.pieces) - 1, self._turn
+        factor = self._factor(scales) if last else 1.0
         aside = self.aside and last > 0
         usual = self._usual
         if usual is not None and spans is usual[0] and scales is usual[1] and aside == usual[2]:
@@ -129,7 +134,7 @@ class SharedGradients:
         for piece in range(last + 1):
             following = fence.step & 1
             if piece < last:
-                self.post(piece + 1, following)
+                self.post(piece + 1, following, factor)
             if takes or not self._direct:
                 for call in program.add[turn][piece]:
                     call()
@@ -142,6 +147,11 @@ class SharedGradients:
         if aside and takes:
             for region, start, stop in spans:
                 self.own[region][start:stop].copy_(self._results(True)[region][start:stop])
+
+    def _factor(self, scales: Sequence[float]) -> float:
+        """What contributions can be posted with instead of scaling their sum: the same, but for subnormal numbers."""
+        exact = all(scale == scales[0] for scale in scales) and math.frexp(scales[0])[0] == 0.5
+        return scales[0] if exact and all(dtype in _LIKE_FLOAT32 for dtype, _ in self._layout) else 1.0
 
     def _results(self, aside: bool) -> list[torch.Tensor]:
         if not aside:
@@ -156,8 +166,13 @@ class SharedGradients:
             if len(self._programs) > 50:
                 self._programs.clear()
             add, take = [], []
+            factor = self._factor(scales)
+            rest = tuple(scale / factor for scale in scales)
             for turn in (0, 1):
-                both = [self._calls(turn, piece, spans, scales, aside) for piece in self.pieces]
+                both = [
+                    self._calls(turn, piece, spans, rest if number else scales, aside)
+                    for number, piece in enumerate(self.pieces)
+                ]
                 add.append([calls for calls, _ in both])
                 take.append([calls for _, calls in both])
             found = self._programs[(spans, scales, aside)] = _Program(add, take)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 import time
@@ -329,6 +330,32 @@ def test_gradients_are_scaled_sums_and_a_rank_of_weight_zero_is_not_read(kind: s
         untouched = 256.0 if rank == 0 else 1.0
         assert mean == [2.0, 2.0, rank + 1.0, untouched, 86.0, 86.0]
         assert weighted[:2] == [2.5, 2.5] and weighted[3:] == [untouched, 65.0, 65.0]
+
+
+def test_in_pieces_the_mean_is_rounded_as_in_one() -> None:
+    """Contributions are halved before they are added where that is exact; float16 has too few exponents for it."""
+    dtypes, count = (torch.float32, torch.bfloat16, torch.float16), 100
+
+    def program(rank: int) -> None:
+        torch.manual_seed(rank)
+        groups = {size: dist.new_group(list(range(size)), backend="phalanx") for size in (2, 4)}
+        for size, dtype in itertools.product([size for size in groups if rank < size], dtypes):
+            given = torch.randn(count).mul(1e-7 if dtype is torch.float16 else 1e-30).to(dtype)
+            means = []
+            for cut in (Cut(), Cut(0, 64), Cut(0, 64, direct=1)):
+                core, layout = groups[size].core, [(dtype, count)]
+                arena = core.arena(SharedGradients.bytes_needed(size, layout, cut))
+                store = SharedGradients(rank, size, arena, layout, cut)
+                store.own[0].copy_(given)
+                store.aside = True
+                with core.collective(ticket.plain(Operation.GRADIENTS, 0, 0, 1, -1)) as fence:
+                    store.begin(fence.step & 1)
+                    fence()
+                    store.reduce([(0, 0, count)], [1 / size] * size, fence)
+                means.append(store.own[0].clone())
+            assert all(torch.equal(mean, means[0]) for mean in means), (size, dtype)
+
+    processes(4, program)
 
 
 # -- the ring --------------------------------------------------------------------------------------------

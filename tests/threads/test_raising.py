@@ -75,10 +75,10 @@ def test_a_reduction_that_fails_between_pieces_leaves_every_contribution_as_it_w
         shared = model._reducer._built().memory.shared
         post = shared.post
 
-        def fail(piece: int, turn: int) -> None:
+        def fail(piece: int, turn: int, factor: float) -> None:
             if rank == 1 and piece == 3:
                 raise OSError("no memory")
-            post(piece, turn)
+            post(piece, turn, factor)
 
         shared.post = fail
         with pytest.raises(OSError if rank == 1 else PeerFailedError) as caught:
