@@ -31,12 +31,16 @@ class Gradients(Protocol):
     ) -> None:
         """Replace `spans` (k, start, stop) by the scaled sum over ranks, here only if `takes`."""
 
+    def renew(self) -> None:
+        """Make `own` anew. What was there is gone from here."""
+
 
 class Memory:
     """All regions of a plan. Making one is a collective: every rank of the group, with the same plan."""
 
     def __init__(self, group: PhalanxProcessGroup, plan: Plan) -> None:
         self.own: list[torch.Tensor] = [torch.empty(0)] * len(plan.regions)
+        self.at_home: list[torch.Tensor] = []
         self._stores: list[tuple[Gradients, dict[int, int]]] = []
         self._mapped: dict[int, tuple[mmap.mmap, int]] = {}
         self.shared: SharedGradients | None = None
@@ -46,13 +50,26 @@ class Memory:
             numbers = [number for number, maker in enumerate(makers) if maker == kind]
             layout = [(getattr(torch, plan.regions[n].dtype), plan.regions[n].count) for n in numbers]
             store = _make_store(group, *kind, layout)
-            self._stores.append((store, {number: place for place, number in enumerate(numbers)}))
-            for place, number in enumerate(numbers):
+            places = {number: place for place, number in enumerate(numbers)}
+            self._stores.append((store, places))
+            if isinstance(store, SharedGradients):
+                self.shared, self.staged = store, places
+        self._take_in()
+
+    def _take_in(self) -> None:
+        for store, places in self._stores:
+            for number, place in places.items():
                 self.own[number] = store.own[place]
                 if isinstance(store, SharedGradients):
                     self._mapped[number] = (store.memory, store.offsets[place])
-                    self.shared, self.staged[number] = store, place
         self.at_home = [flat for number, flat in enumerate(self.own) if number not in self.staged]
+
+    def renew(self, staged: bool) -> None:
+        """Leave the memory of all staged regions, or of all others, to whoever keeps some of it, and make new one."""
+        for store, _ in self._stores:
+            if (store is self.shared) == staged:
+                store.renew()
+        self._take_in()
 
     def view(self, region: int, start: int, like: torch.Tensor) -> torch.Tensor:
         """A gradient for parameter `like` at element `start` of `region`, with its shape and strides.
@@ -69,10 +86,6 @@ class Memory:
             at = offset + start * like.element_size()
             flat = torch.frombuffer(memory, dtype=like.dtype, count=count, offset=at)
         return shaped(flat, like)
-
-    def has_own_storage(self, region: int) -> bool:
-        """Whether each gradient of the region has a storage of its own, so that its users can be counted."""
-        return region in self._mapped
 
     def reduce(
         self,

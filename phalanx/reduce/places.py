@@ -5,7 +5,8 @@ backward every parameter without a gradient whose place is at home is lent it, z
 accumulates straight into it. A gradient whose place is staged is made by autograd, posted when it is time, and
 replaced by the place with the result. A gradient that lives elsewhere (the user's own tensor, a sparse one,
 one with a graph) is copied in before a reduction and gets the result copied out. A place is recognised by its
-data pointer, never by identity.
+data pointer, never by identity. A place whose gradient somebody keeps when it is about to be written to again is
+left to them with all memory around it, and from then on that parameter's gradients stay where autograd makes them.
 
 A parameter whose gradient is held back (see DistributedDataParallel.sync_policy) shows no gradient between
 steps, while what it has accumulated stays in its place.
@@ -32,6 +33,8 @@ _NONES = repeat(None)
 _NOBODY: frozenset[int] = frozenset()
 _NO_VIEW = torch.empty(0)
 """Stands among the views for a parameter that has no place."""
+_RENEWALS = 3
+"""How often memory is left to who keeps one gradient of it; then all gradients are taken for ones that are kept."""
 
 
 def _references_to_a_gradient() -> int:
@@ -70,9 +73,10 @@ class Places:
         self.held: set[int] = set()
         self.hidden = False  # whether some parameter showed no gradient at the last settle()
         self._pointers = [0 if view is _NO_VIEW else view.data_ptr() for view in self.views]
-        count = (self._shows_place, self._apart, self._renewed)
-        self._holders_at_home = Holders(self.views, self._at_home, *count) if self._at_home else None
-        self._holders_staged = Holders(self.views, self.staged, *count) if self.staged else None
+        self._holders_at_home = Holders(self.views, self._at_home, self._shows_place) if self._at_home else None
+        self._holders_staged = Holders(self.views, self.staged, self._shows_place) if self.staged else None
+        self._kept: set[int] = set()  # parameters whose gradients users keep past the next step
+        self._renewals = 0
         self._lent: Sequence[int] = []
         self._lent_views: Sequence[torch.Tensor] = []
         self._versions: list[int] = []
@@ -97,12 +101,27 @@ class Places:
     def _shows_place(self, index: int) -> bool:
         return pointer(self._params[index].grad) == self._pointers[index]
 
-    def _apart(self, index: int) -> bool:
-        return self.memory.has_own_storage(self.plan.places[index][0])
-
     def _renewed(self, index: int) -> torch.Tensor:
         region, start = self.plan.places[index]
         return self.memory.view(region, start, self._params[index])
+
+    def _leave_kept(self, holders: Holders, indices: Sequence[int]) -> None:
+        """Let gradients that the user has kept from an earlier step keep their values; `indices` share memory."""
+        kept = holders.kept()
+        if not kept:
+            return
+        self._renewals += 1
+        self._kept.update(kept if self._renewals <= _RENEWALS else self.placed)
+        self.memory.renew(staged=indices is self.staged)
+        for index in indices:
+            before, now, parameter = self.views[index], self._renewed(index), self._params[index]
+            self.views[index] = now
+            self._pointers[index] = now.data_ptr()
+            if index in self.held:
+                now.copy_(before)
+                if parameter.grad is before:
+                    parameter.grad = now
+        holders.count_from_now()
 
     def _move_in(self, older: Places) -> None:
         before = {id(view): view for view in older.views if view is not _NO_VIEW}
@@ -126,14 +145,14 @@ class Places:
         their gradients.
         """
         if self._holders_at_home is not None:
-            self._holders_at_home.leave_kept()
+            self._leave_kept(self._holders_at_home, self._at_home)
         params, views = self._params, self.views
         empty = all(map(is_, map(_gradient, params), _NONES))
         if empty and not self.held and len(self.placed) == len(params):
             self._made = _NOBODY if torch.is_grad_enabled() else self.staged  # enabled by create_graph
             if not self._at_home:
                 return self.placed
-            if not self.staged and all(map(_requires_grad, params)):
+            if not self.staged and not self._kept and all(map(_requires_grad, params)):
                 for flat in self.memory.at_home:
                     flat.zero_()
                 self._begin_loan(self.placed, params, views)
@@ -146,11 +165,11 @@ class Places:
         if self.staged:
             self._made = _NOBODY if torch.is_grad_enabled() else {i for i in empty if i not in self.held}
         dropped = [i for i in empty if i not in self.held]
-        staged = set(self.staged)
-        zeroed = [views[i] for i in dropped if i not in staged]
+        unlent = self._kept.union(self.staged)
+        zeroed = [views[i] for i in dropped if i not in unlent]
         if zeroed:
             torch._foreach_zero_(zeroed)
-        lent = [i for i in empty if i in self.held or i not in staged]
+        lent = [i for i in empty if i in self.held or i not in unlent]
         self._begin_loan(lent, [params[i] for i in lent], [views[i] for i in lent])
         return dropped
 
@@ -197,7 +216,7 @@ class Places:
         user has dropped.
         """
         if self._holders_staged is not None:
-            self._holders_staged.leave_kept()
+            self._leave_kept(self._holders_staged, self.staged)
         given = list(map(_gradient, self._params))
         self._given = given
         self._all_made = given if len(self._made) == len(given) and not any(map(is_, given, _NONES)) else []
@@ -287,7 +306,8 @@ class Places:
         if not foreign or not (posted or self._at_home):
             return
         params, views = self._params, self.views
-        if self._all_made and posted and len(used) == len(params) and self._alone(self._all_made):
+        all_alone = self._all_made and not self._kept and self._alone(self._all_made)
+        if all_alone and posted and len(used) == len(params):
             for parameter, view in zip(params, views, strict=True):
                 parameter.grad = view
             return
@@ -299,7 +319,7 @@ class Places:
             if index not in wanted or index in unposted or gradient is None or view is _NO_VIEW:
                 continue
             self._given[index : index + 1] = [None]
-            ours = index in self._made and getrefcount(gradient) <= _OURS_ALONE
+            ours = index in self._made and index not in self._kept and getrefcount(gradient) <= _OURS_ALONE
             if ours or gradient.layout is not torch.strided:
                 params[index].grad = view
             else:

@@ -200,7 +200,14 @@ class BackendGradients:
     ) -> None:
         self._rank = group.core.rank
         self._transport = group.transport_for(torch.device(device))
-        self.own: list[torch.Tensor] = [torch.zeros(count, dtype=dtype, device=device) for dtype, count in layout]
+        self._layout, self._device = layout, device
+        self.renew()
+
+    def renew(self) -> None:
+        """See Gradients.renew."""
+        self.own: list[torch.Tensor] = [
+            torch.zeros(count, dtype=dtype, device=self._device) for dtype, count in self._layout
+        ]
 
     def reduce(
         self,

@@ -79,17 +79,23 @@ class SharedGradients:
         cut: Cut,
     ) -> None:
         self._rank, self._size, self._arena, self._layout = rank, size, arena, layout
-        self.memory, self.own, self.offsets = _private(layout)
-        self.pieces = pieces_of(layout, cut if size > 1 else Cut(whole=_total(layout)))
-        self._slot_bytes = _slot_bytes(self.pieces, layout)
-        self._direct = size <= cut.direct or len(self.pieces) == 1
         self._spare: list[torch.Tensor] | None = None
         self._turn = 0
         self._programs: dict[tuple[tuple[Span, ...], tuple[float, ...], bool], _Program] = {}
         # The last one. Both sequences are kept, so that their identity proves that they are the same.
         self._usual: tuple[Sequence[Span], Sequence[float], bool, _Program] | None = None
+        self.renew()
+        self.pieces = pieces_of(layout, cut if size > 1 else Cut(whole=_total(layout)))
+        self._slot_bytes = _slot_bytes(self.pieces, layout)
+        self._direct = size <= cut.direct or len(self.pieces) == 1
         self.post: Callable[[int, int, float], None] = self._post_own
         self.aside = False
+
+    def renew(self) -> None:
+        """See Gradients.renew."""
+        self.memory, self.own, self.offsets = _private(self._layout)
+        self._spare = self._usual = None
+        self._programs.clear()
 
     @staticmethod
     def bytes_needed(size: int, layout: Layout, cut: Cut) -> int:

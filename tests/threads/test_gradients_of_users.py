@@ -7,13 +7,17 @@ import gc
 import pickle
 from collections.abc import Callable
 
+import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx import MisuseError, clip_grad_norm_
+from phalanx import DistributedDataParallel, MisuseError, clip_grad_norm_
+from phalanx.reduce import memory
 from phalanx.testing import generator, oracle, run
+from phalanx.transport.shared_gradients import Cut
 from tests.threads.small_models import Branches, ddp, filled, one, same_on_all, values, x_of
 
 
@@ -130,18 +134,67 @@ def test_scaled_gradients_stay_scaled():
     assert same_on_all(2, program) == [16.5]
 
 
-def test_a_gradient_kept_past_the_next_step_shows_what_the_parameters_gradient_shows():
-    """As in torch with gradient_as_bucket_view: kept without a copy, it is the gradient's own memory."""
+KEPT: dict[str, Callable[[Tensor], object]] = {
+    "tensor": lambda grad: grad,
+    "detached": lambda grad: grad.detach(),
+    "part": lambda grad: grad[0],
+    "numpy": lambda grad: grad.numpy(),
+    "numpy of a view": lambda grad: grad.view(-1).numpy(),
+    "dlpack": lambda grad: np.from_dlpack(grad.detach()),
+}
 
-    def program(rank: int) -> tuple:
-        model = ddp(one())
-        step(model, rank)
-        kept, copied = model.module.weight.grad, model.module.weight.grad.clone()
-        model.zero_grad()
-        step(model, rank, 3.0)
-        return copied.item(), kept.item() in (1.5, 4.5)
 
-    assert same_on_all(2, program) == (1.5, True)
+@pytest.mark.parametrize("how", KEPT)
+@pytest.mark.parametrize("where", ["one piece", "pieces", "gloo"])
+def test_what_is_kept_of_a_gradient_keeps_its_values(where: str, how: str, monkeypatch: pytest.MonkeyPatch):
+    """In every step, of one layer in some and of all in others, as gradients are kept for a plot."""
+    monkeypatch.setattr(memory, "CUT", Cut(0, 64) if where == "pieces" else Cut())
+
+    def program(rank: int) -> None:
+        group = dist.new_group(backend="phalanx", pg_options="gloo") if where == "gloo" else None
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 2))
+        model = DistributedDataParallel(layer, process_group=group)
+        kept, copied = [], []
+        for at in range(12):
+            model.zero_grad()
+            if at % 5 == 3:
+                with model.no_sync():
+                    model(torch.randn(3, 4, generator=generator(at + 50 * rank))).sum().backward()
+            model(torch.randn(3, 4, generator=generator(at + 20 * rank))).sum().backward()
+            for p in list(layer.parameters())[at % 4 :] if at < 8 else layer.parameters():
+                kept.append(KEPT[how](p.grad))
+                copied.append(torch.as_tensor(kept[-1]).clone())
+        assert all(torch.equal(torch.as_tensor(each), copy) for each, copy in zip(kept, copied, strict=True))
+
+    run(2, program)
+
+
+def test_gradients_that_are_kept_are_still_the_mean():
+    def program(rank: int) -> list[float]:
+        model, kept = ddp(Branches("ab")), []
+        for at in range(9):
+            model.zero_grad(set_to_none=at % 3 != 2)
+            model(x_of(rank)).sum().backward()
+            kept.append({name: p.grad.numpy() for name, p in model.module.named_parameters()})
+        return [array.item() for each in kept for array in each.values()]
+
+    # Where a gradient is zeroed in place, the arrays of the step before show the new one.
+    assert same_on_all(2, program) == [1.5] * 18
+
+
+def test_keeping_one_gradient_in_every_step_does_not_keep_all_memory():
+    def program(rank: int) -> int:
+        model = ddp(nn.Sequential(one(), nn.Linear(1, 700_000)))
+        small, kept = model.module[0].weight, []
+        before = psutil.Process().memory_info().rss
+        for _ in range(20):
+            model.zero_grad()
+            model(x_of(rank)).mean().backward()
+            kept.append(small.grad.numpy())
+        return psutil.Process().memory_info().rss - before
+
+    assert max(run(1, program)) < 60e6  # 5.6 MB of gradients, 20 times: 112 MB
 
 
 def test_a_gradient_outlives_its_wrapper_and_its_group():
