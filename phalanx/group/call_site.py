@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Container
+from types import FrameType
 
 import torch
 
@@ -39,3 +41,13 @@ def here() -> str:
             return f"{file}:{frame.f_lineno}"
         last, frame = frame, frame.f_back  # type: ignore[assignment]
     return f"{last.f_code.co_filename}:{last.f_lineno}"
+
+
+def is_within(names: Container[str]) -> bool:
+    """Whether this call comes from one of torch's functions with these names."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in names and frame.f_code.co_filename.startswith(_TORCH_ROOT):
+            return True
+        frame = frame.f_back
+    return False

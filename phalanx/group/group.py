@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from phalanx.errors import ExhaustedError, InternalError, MisuseError, RankMismatchError
+from phalanx.errors import ExhaustedError, InternalError, MisuseError, RankMismatchError, name_ranks
 from phalanx.group import call_site, dtypes, rank_zero_block, ticket, tracing
 from phalanx.group.link import COMMIT, DESCRIBE, HEADER, TICKET, Link
 from phalanx.group.links import Switchboard
@@ -38,6 +38,9 @@ _EXPLAIN_SECONDS = 2.0
 Rest = Callable[[], None] | None
 """What is left to do once a collective is over, when its group may be used again."""
 Handler = Callable[[list[bytes], Fence], Rest]
+_GATHERING = {Operation.ALL_GATHER, Operation.GATHER}
+_OF_OBJECTS = {"all_gather_object", "gather_object"}
+"""What would try to unpickle the nothing that a following rank gives."""
 _NOT_TO_FOLLOW = {Operation.ARENA, Operation.WRAP, Operation.ALL_TO_ALL, Operation.ALL_REDUCE_SPARSE}
 
 
@@ -158,6 +161,11 @@ class Group:
             raise ExhaustedError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
         call = ticket.decode(got[active[0]])
         rooted = call.operation in (Operation.BROADCAST, Operation.SCATTER) and call.tag == 0
+        if call.operation in _GATHERING and self.rank in active and call_site.is_within(_OF_OBJECTS):
+            raise MisuseError(
+                f"objects are gathered inside join() at {call_site.here()}; out of data, with none to give: "
+                f"{name_ranks(following)}", "gather them before or after join(); inside, gather tensors", self.rank,
+            )  # fmt: skip
         if call.operation in _NOT_TO_FOLLOW or (rooted and call.root in following):
             told = {p: ticket.describe(got[p], dtypes.NAMES, _REDUCTIONS) for p in active}
             told |= {p: "no call: it has run out of data and follows the others" for p in following}

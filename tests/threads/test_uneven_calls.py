@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx import DistributedDataParallel, PeerFailedError, RankMismatchError
+from phalanx import DistributedDataParallel, MisuseError, PeerFailedError, RankMismatchError
 from phalanx.testing import run
 from tests.threads.test_uneven_cases import failures, line, ones
 
@@ -139,6 +139,26 @@ def test_nothing_comes_from_a_rank_that_has_joined(call: str) -> None:
     for outcome in outcomes:
         text = str(outcome.error)
         assert f"{call}(3 x float32, root=0)" in text and "it has run out of data" in text and "join()" in text
+
+
+@pytest.mark.parametrize("call", ["all_gather_object", "gather_object"])
+def test_a_rank_that_has_joined_has_no_object_to_give(call: str) -> None:
+    def program(rank: int) -> None:
+        def gather(_: int) -> None:
+            objects: list[Any] | None = [None] * 3
+            if call == "all_gather_object":
+                dist.all_gather_object(objects, {"rank": rank})
+            else:
+                dist.gather_object({"rank": rank}, objects if rank == 2 else None, dst=2)
+            assert objects == [{"rank": each} for each in range(3)] or rank != 2
+
+        last_step(rank, gather)
+
+    outcomes = run(3, program, raises=False)
+    failures(outcomes[1:], MisuseError)
+    failures(outcomes[:1], PeerFailedError)
+    for outcome in outcomes:
+        assert "none to give: rank 0" in str(outcome.error) and "test_uneven_calls.py" in str(outcome.error)
 
 
 def test_barriers() -> None:
