@@ -100,6 +100,7 @@ class Layers(Wrapped):
                 f"sync_policy({pattern!r}, {error})", f'a positive number, "{ALWAYS}" or "{NEVER}"',
                 self._group.core.rank,
             ) from None  # fmt: skip
+        self._reducer.weights.clear()
 
     def buffer_policy(self, pattern: str, policy: str) -> None:
         """Set how the buffers matching `pattern` are kept equal.

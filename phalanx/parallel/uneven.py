@@ -116,15 +116,15 @@ class Uneven(Wrapped):
             if reducer.produced:
                 reducer.flush(set())
             return
-        rounds: int | None = None
-        while rounds != 0:
+        while True:
             tickets = follower.follow(lambda: reducer.following_ticket(State.SKIPPING, 0))
             active = [t for t in tickets if t.state is State.ACTIVE]
             if not active:
                 flush_leftovers(self._group.core, tickets)
                 return
             if active[0].operation is Operation.GRADIENTS and active[0].tag == reducer.tag:
-                rounds = reducer.schedule.rounds_behind_the_first() if rounds is None else rounds - 1
+                if not reducer.schedule.coming:
+                    return
 
     def join(
         self,

@@ -148,7 +148,7 @@ class Reducer:
         """Clean up after a backward that never ended (it raised). Called at every forward."""
         if self.watch.running:
             self._take_back(self.watch.abandon())
-            self.weights.clear()
+            self.weights.raised(bool(self.produced))
 
     def _take_back(self, kept: Collection[int]) -> None:
         if self._places is not None:
@@ -171,6 +171,7 @@ class Reducer:
         if local and local >= self.everything:
             self._take_back(fired)
             self.produced |= fired
+            self.residue.left(self.parameters, self.weights)
             self.monitor.kept_local()
         else:
             self.flush(fired, local)
@@ -331,7 +332,7 @@ class Reducer:
         """The ticket of this rank while it follows; gradients not synchronised yet go with it."""
         self._built().settle(self.produced)
         self.weights.enter(self.schedule.ledgers)
-        return self._ticket(self.schedule.everything, state, followed)
+        return self._ticket(Round(None, next(iter(self.schedule.coming), 0)), state, followed)
 
     def follow(self, got: list[bytes], fence: Fence) -> Callable[[], None]:
         """Take part in a flush of the other ranks, whose tickets are `got`; return what comes after it."""
@@ -355,7 +356,10 @@ class Reducer:
         self, used: Sequence[int], factors: list[float], foreign: Sequence[int], each: Round, began: float, takes: bool
     ) -> None:
         self._complete(used, factors, foreign, each, takes)
-        self.schedule.followed(each)
+        if self.schedule.policies:
+            local = self._local_now()
+            self.schedule.followed(each, local)
+            self._built().hold_back(self.schedule.held() - local)
         self.weights.leave(bool(self.produced))
         self.statistics.flushed(began, self.plan)
         for call in self.after_flush:

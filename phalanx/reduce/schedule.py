@@ -56,8 +56,9 @@ _EVERYTHING = Rounds((Round(None),))
 class Schedule:
     """The policies of one model, in the order in which they were set; for a parameter the last one counts."""
 
-    everything = Round(None)
     policies: list[Policy] = field(default_factory=list)
+    coming: list[int] = field(default_factory=list)
+    """The ledgers of the rounds that a flush still has of which this rank has followed a part."""
     _names: Sequence[str] = ()
 
     def name(self, names: Sequence[str]) -> None:
@@ -85,6 +86,7 @@ class Schedule:
 
     def due(self, everything: frozenset[int], local: frozenset[int]) -> Rounds:
         """The rounds of the next flush, with the parameters in `local` left out. Counts the flush."""
+        self.coming = []
         if not self.policies:
             return Rounds((Round(everything - local),)) if local else _EVERYTHING
         governed = frozenset().union(*(policy.members for policy in self.policies))
@@ -107,15 +109,19 @@ class Schedule:
                 return Round(members, ledger)
         return Round(members)
 
-    def followed(self, each: Round) -> None:
-        """Keep count with the ranks whose flush this one has followed."""
+    def followed(self, each: Round, local: frozenset[int]) -> None:
+        """Keep count with the ranks whose flush this one has followed, with the parameters in `local` left out."""
         if each.ledger == 0:
             for policy in self.policies:
                 policy.flushes += 1
+            self.coming = [ledger for ledger, p in enumerate(self.policies, 1) if p.members - local and p.is_due]
+        else:
+            self.coming = [ledger for ledger in self.coming if ledger > each.ledger]
 
-    def rounds_behind_the_first(self) -> int:
-        """How many more rounds the flush has whose first round this rank has followed."""
-        return sum(1 for policy in self.policies if policy.members and policy.is_due)
+    def held(self) -> frozenset[int]:
+        """The parameters that the flush counted last leaves to a later one."""
+        waiting = (policy.members for policy in self.policies if policy.every != NEVER and not policy.is_due)
+        return frozenset().union(*waiting)
 
 
 def matching(names: Sequence[str], pattern: str) -> frozenset[int]:

@@ -32,6 +32,7 @@ class Weights:
     common_unit: bool = False
     unit: float = 0.0
     weighed: bool = False
+    flushes: int = 0
     _plain: bool = False
     _counted: float = 0.0
     _ledgers: dict[int, float] = field(default_factory=dict)
@@ -83,14 +84,29 @@ class Weights:
         self._ledgers[ledger] = 0.0
 
     def leave(self, pending: bool) -> None:
-        """End a flush; the unit stays while gradients in that unit are `pending`."""
+        """End a flush; the unit stays while gradients in that unit are `pending`.
+
+        Ledgers that were not due stay: a layer that a micro-batch did not use has the mean over its items too.
+        """
+        self.flushes += 1
+        if not pending:
+            self._begin()
+
+    def raised(self, pending: bool) -> None:
+        """Drop the items of a backward that has raised; what earlier ones left stays while it is `pending`."""
         if not pending:
             self.clear()
+            return
+        self._counted -= self._backward or 0.0
+        self._backward = None
 
     def clear(self) -> None:
         """Begin anew."""
-        self.unit, self.weighed, self._plain, self._counted, self._backward = 0.0, False, False, 0.0, None
+        self._begin()
         self._ledgers.clear()
+
+    def _begin(self) -> None:
+        self.unit, self.weighed, self._plain, self._counted, self._backward = 0.0, False, False, 0.0, None
 
 
 def scales(tickets: Sequence[Ticket], divisor: int | None) -> list[float]:

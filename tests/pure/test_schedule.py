@@ -76,5 +76,5 @@ def test_following_keeps_count_with_those_who_run(pattern: str) -> None:
     running, following = schedule((pattern, 3)), schedule((pattern, 3))
     for _ in range(7):
         for each in running.due(EVERYTHING, frozenset()).due:
-            following.followed(following.round_of(each.members))
+            following.followed(following.round_of(each.members), frozenset())
     assert [p.flushes for p in running.policies] == [p.flushes for p in following.policies]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -189,3 +191,64 @@ def test_a_rank_that_skips_a_step_follows_all_its_rounds() -> None:
             assert (encoder.grad is None) if step % 2 else encoder.grad.item() == {2: 2.0, 4: 2.0, 6: 3.0}[step]
 
     run(2, program)
+
+
+def test_a_rank_that_skips_holds_back_what_it_has_accumulated() -> None:
+    """Its optimizer would step on it, and that of no other rank."""
+
+    def program(rank: int) -> None:
+        ddp, encoder, head = wrapped()
+        ddp.sync_policy("encoder", every=2)
+        for step in range(1, 5):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                ddp(torch.ones(1, 1) * (rank + 1)).sum().backward()
+            if rank == 0 and step == 1:
+                ddp.skip()
+            else:
+                ddp(torch.ones(1, 1) * (rank + 1)).sum().backward()
+            assert head.grad.item() == (2.5 if step == 1 else 3.0)
+            assert (encoder.grad is None) if step % 2 else encoder.grad.item() == {2: 5.5, 4: 6.0}[step]
+
+    run(2, program)
+
+
+def test_a_rank_that_skips_does_not_wait_for_a_round_that_is_kept_local() -> None:
+    def program(rank: int) -> None:
+        ddp, encoder, head = wrapped()
+        ddp.sync_policy("encoder", every=2)
+        for step in range(1, 3):
+            with ddp.no_sync("encoder") if step == 2 else nullcontext():
+                ddp.skip() if rank == 0 else ddp(torch.ones(1, 1)).sum().backward()
+            assert head.grad.item() == step
+
+    run(2, program)
+
+
+@pytest.mark.parametrize("uses", [(True, False), (False, True)])
+def test_a_layer_synchronised_every_second_step_is_weighed_by_the_items_of_both(uses: tuple[bool, bool]) -> None:
+    def program(rank: int) -> float:
+        ddp, encoder, _ = wrapped()
+        ddp.sync_policy("encoder", every=2)
+        for used in uses:
+            ddp.zero_grad()
+            x = torch.ones(4, 1)
+            out = ddp(x) if used else ddp.module.head(x) + 0 * ddp(x).detach()
+            ddp.weigh(out.mean(), 4).backward()
+        return encoder.grad.item()
+
+    assert run(2, program) == [0.5, 0.5]
+
+
+def test_what_a_joined_rank_holds_back_is_weighed_by_its_items() -> None:
+    def program(rank: int) -> list[float]:
+        ddp, encoder, _ = wrapped()
+        ddp.sync_policy("encoder", every=2)
+        with ddp.join():
+            for value in ([1.0], [3.0, 5.0])[rank]:
+                ddp.zero_grad()
+                ddp.weigh(ddp(torch.full((2, 1), value)).mean(), 2).backward()
+                seen = encoder.grad.item() if encoder.grad is not None else None
+        return seen
+
+    assert run(2, program) == [None, 3.0]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import phalanx
 from phalanx import DistributedDataParallel, MisuseError, RankMismatchError
@@ -194,3 +196,46 @@ def test_a_step_on_top_of_the_gradients_of_the_last_one(every: int, zeroed: str)
     else:
         for failure in failures(run(2, program, raises=False), MisuseError):
             assert "on top of the gradients of an earlier step" in failure
+
+
+@pytest.mark.parametrize("how", ["dropped", "zeroed", "raised"])
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_items_of_what_is_thrown_away_in_the_middle_of_a_round_do_not_count(steps_before: int, how: str) -> None:
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> None:
+            raise ZeroDivisionError
+
+    def program(rank: int) -> float:
+        ddp = DistributedDataParallel(line())
+        for _ in range(steps_before):
+            ddp.weigh(ddp(ones(rank)).mean(), 5).backward()
+            ddp.zero_grad()
+        with ddp.no_sync():
+            ddp.weigh(ddp(ones(rank, 3)).mean(), 3).backward()
+            if how == "raised":
+                with pytest.raises(ZeroDivisionError):
+                    ddp.weigh(Fail.apply(ddp(ones(rank, 7))).mean(), 7).backward()
+        if how != "raised":
+            ddp.zero_grad(set_to_none=how == "dropped")
+        ddp.weigh(ddp(ones(rank, 1)).mean(), 1).backward()
+        return grad_of(ddp)
+
+    assert run(2, program) == [1.5, 1.5]
+
+
+def test_items_of_a_flat_loss_count() -> None:
+    """Gradients that are zero by themselves are not zeroed ones."""
+
+    def program(rank: int) -> float:
+        ddp = DistributedDataParallel(line())
+        with ddp.no_sync():
+            ddp.weigh(ddp(ones(rank) * 0).mean(), 3).backward()
+        ddp.weigh(ddp(ones(rank)).mean(), 1).backward()
+        return grad_of(ddp)
+
+    assert run(2, program) == [1.5 / 4] * 2
