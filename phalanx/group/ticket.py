@@ -171,6 +171,11 @@ def round_members(tickets: Iterable[Ticket]) -> bytes:
     return next((t.extra for t in tickets if t.operation is Operation.GRADIENTS), b"")
 
 
+def of_followers(wires: Iterable[bytes], said: Iterable[Ticket]) -> list[bytes]:
+    """Tickets of a flush by ranks that all only follow, with the states of the tickets in which they `said` so."""
+    return [replace(decode(wire), state=t.state, digest=0).encode() for wire, t in zip(wires, said, strict=True)]
+
+
 def as_contribution(t: Ticket, tag: int, mask: bytes) -> Ticket:
     """Read a follower's ticket in a round of the flush `tag`: gradients of it that it has left count, no others."""
     if t.state is State.ACTIVE:

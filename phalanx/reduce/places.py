@@ -83,7 +83,7 @@ class Places:
         self._made: Collection[int] = _NOBODY  # staged ones without a gradient when this backward began
         self._given: list[torch.Tensor | None] = []  # what the parameters showed at the last settle()
         self._all_made: list[torch.Tensor] = []  # the same, if all of it was staged and made by this backward
-        self._posted = False
+        self._posted = self._brought = False
         if older is not None:
             self._move_in(older)
 
@@ -218,7 +218,7 @@ class Places:
         if self._holders_staged is not None:
             self._leave_kept(self._holders_staged, self.staged)
         given = list(map(_gradient, self._params))
-        self._given = given
+        self._given, self._brought = given, False
         self._all_made = given if len(self._made) == len(given) and not any(map(is_, given, _NONES)) else []
         self._set_aside(False)
         if self._all_made:
@@ -272,11 +272,13 @@ class Places:
         if not at_home:
             self._posting.begin(self._given, self._all_made)
             self.memory.shared.begin(step & 1)
-        elif self._all_made:
-            torch._foreach_copy_(self.views, self._all_made)
-        else:
-            for index in self.staged:
-                self._bring_home(index)
+        elif not self._brought:  # once for all rounds: what earlier ones have handed out is there
+            self._brought = True
+            if self._all_made:
+                torch._foreach_copy_(self.views, self._all_made)
+            else:
+                for index in self.staged:
+                    self._bring_home(index)
 
     def _bring_home(self, index: int) -> None:
         given, view = self._given[index], self.views[index]

@@ -213,7 +213,7 @@ class Reducer:
                 if self._posts:
                     places.post(fence.step, at_home=self.comm_hook is not None)
                 got = fence()
-                used, factors = self._agreed([t.encode() for t in said] if said else got)
+                used, factors = self._agreed(ticket.of_followers(got, said) if said else got)
                 self._reduce(used, factors, fence)
             if said:
                 places.show(used)  # no backward has lent places

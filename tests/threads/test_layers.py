@@ -252,3 +252,47 @@ def test_what_a_joined_rank_holds_back_is_weighed_by_its_items() -> None:
         return seen
 
     assert run(2, program) == [None, 3.0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_communication_hook_in_a_step_of_several_rounds(ranks: int) -> None:
+    def average(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0] / ranks)
+
+    def program(rank: int) -> None:
+        ddp, encoder, head = wrapped()
+        ddp.register_comm_hook(None, average)
+        ddp.sync_policy("encoder", every=2)
+        mean = (ranks + 1) / 2
+        for step in range(1, 5):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 1) * (rank + 1)).sum().backward()
+            assert head.grad.item() == mean
+            assert (encoder.grad is None) if step % 2 else encoder.grad.item() == 2 * mean
+
+    run(ranks, program)
+
+
+def test_what_ranks_have_left_when_all_skip_is_synchronised_round_by_round() -> None:
+    """One rank has joined, the others skip, and one of these has accumulated before."""
+
+    def program(rank: int) -> list[tuple[float, float | None]]:
+        ddp, encoder, head = wrapped()
+        ddp.sync_policy("encoder", every=2)
+        seen = []
+        with ddp.join():
+            for step in range(1 if rank == 2 else 3):
+                ddp.zero_grad()
+                if step != 1:
+                    ddp(torch.ones(1, 1)).sum().backward()
+                elif rank == 0:
+                    with ddp.no_sync():
+                        ddp(torch.full((1, 1), 6.0)).sum().backward()
+                if step == 1:
+                    ddp.skip()
+                seen.append((head.grad.item(), None if encoder.grad is None else encoder.grad.item()))
+        return seen
+
+    both = [(1.0, None), (2.0, 3.0), (pytest.approx(2 / 3), None)]
+    assert run(3, program) == [both, both, both[:1]]
