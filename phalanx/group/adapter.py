@@ -349,8 +349,9 @@ def _made(
     try:
         core = Group(board, members, name, timeout.total_seconds())
         transport = factory.transport_for(core, store, kind)
-    except BaseException:
+    except BaseException as error:
         if owns_board:
+            board.fail(error)
             board.leave("the process group could not be made")
         raise
     return cls(core, kind, transport, store, owns_board)

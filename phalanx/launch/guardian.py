@@ -1,9 +1,12 @@
 """A small process that ends what the ranks started when the launcher is killed.
 
 The kernel kills a rank with its launcher (PR_SET_PDEATHSIG), but not the rank's own children, such as
-data loader workers. The guardian is forked before the first rank, holds one end of a pipe whose other
+data loader workers. The guardian is started before the first rank, holds one end of a pipe whose other
 end only the launcher has. When that end closes unexpectedly, it kills the ranks' process groups and
 removes the folder of the run.
+
+The launcher forks it. A program that has called spawn() may have threads, whose locks a fork would copy: it starts
+this file.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import os
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 
 _ENTRY = struct.Struct("q")  # a process group begins (positive) or has ended (negative); 0: all is well
 
@@ -19,11 +24,17 @@ _ENTRY = struct.Struct("q")  # a process group begins (positive) or has ended (n
 class Guardian:
     """The launcher's side: tell the guardian which process groups there are."""
 
-    def __init__(self, run_dir: str) -> None:
+    def __init__(self, run_dir: str, forks: bool) -> None:
         read_end, self._fd = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
-            _guard(read_end, run_dir)
+        self._popen: subprocess.Popen[bytes] | None = None
+        if not forks:
+            # Isolated, and without site: nothing of the user's is run there, and it starts in no time.
+            argv = [sys.executable, "-I", "-S", __file__, str(read_end), run_dir]
+            self._popen = subprocess.Popen(argv, pass_fds=[read_end])
+        else:
+            self._pid = os.fork()
+            if self._pid == 0:
+                _guard(read_end, run_dir)
         os.close(read_end)
 
     def began(self, group: int) -> None:
@@ -38,6 +49,9 @@ class Guardian:
         """The run has ended in order."""
         self._tell(0)
         os.close(self._fd)
+        if self._popen is not None:
+            self._popen.wait()
+            return
         try:
             os.waitpid(self._pid, 0)
         except ChildProcessError:
@@ -83,3 +97,7 @@ def _close(fd: int) -> None:
         os.close(fd)
     except OSError:
         pass  # the descriptor that listed the others
+
+
+if __name__ == "__main__":
+    _guard(int(sys.argv[1]), sys.argv[2])

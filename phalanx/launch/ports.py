@@ -14,8 +14,10 @@ import socket
 
 from phalanx.launch.environment import LOOPBACK
 
-LOOPBACK_IS_DOWN = "the loopback interface is down, and the ranks of one host meet over it"
-BRING_LOOPBACK_UP = "ip link set lo up (in a network namespace or container of your own, as its root)"
+LOOPBACK_IS_DOWN = f"the loopback interface is down or has no {LOOPBACK}, and the ranks of one host meet over it"
+BRING_LOOPBACK_UP = (
+    f"ip link set lo up; ip addr add {LOOPBACK}/8 dev lo (in a network namespace or container of your own, as its root)"
+)
 _CONNECT_SECONDS = 1.0
 
 

@@ -75,7 +75,7 @@ class Supervisor:
 
     `run_dir` is private to the run and removed by `close`. With a `console` it also moves the ranks'
     output. `owns_process` says that this process does nothing else: then orphans of the ranks become
-    its children, and a guardian ends the ranks' children if it is killed.
+    its children. If it is killed, a guardian ends the ranks' children.
     """
 
     course: Course
@@ -91,7 +91,7 @@ class Supervisor:
         """Start all ranks; if one cannot be started, end the others and raise OSError."""
         if self.owns_process:
             bootstrap.adopt_orphans()
-            self._guardian = Guardian(self.run_dir)
+        self._guardian = Guardian(self.run_dir, forks=self.owns_process)
         try:
             for each in starts:
                 self._start(each)

@@ -170,7 +170,7 @@ def _positive(text: str) -> int:
 
 def _facts(plan: Plan) -> dict[str, Any]:
     try:
-        version = metadata.version("phalanx")
+        version = metadata.version("phalanx-ddp")
     except metadata.PackageNotFoundError:
         version = "(not installed)"
     return {

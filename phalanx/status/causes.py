@@ -46,6 +46,8 @@ def _of_process(status: Status) -> str:
             f"{name} is in a long call of a C extension, or of a device or file system that hangs; "
             f"`gdb -p {status.pid}` shows which"
         )
+    if status.condition is Condition.UNREACHABLE:
+        return f"the network to the host of {name} is cut, or that host is down or has stopped: look with ping and ssh"
     return ""
 
 

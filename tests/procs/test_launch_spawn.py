@@ -164,10 +164,11 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
 
 
 SLEEPER = """
-import os, sys, time
+import os, subprocess, sys, time
 from phalanx.launch.spawn import spawn
 def work(rank):
-    open(f"pid-{rank}", "w").write(str(os.getpid()))
+    child = subprocess.Popen(["sleep", "60"])
+    open(f"pid-{rank}", "w").write(f"{os.getpid()} {child.pid}")
     time.sleep(60)
 if __name__ == "__main__":
     try:
@@ -178,8 +179,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_ranks_end_with_the_script(tmp_path: Path, signum: int) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_script_and_so_does_what_they_have_started(tmp_path: Path, signum: int) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(SLEEPER))
     process = subprocess.Popen(
         [sys.executable, "program.py"],
@@ -193,11 +194,18 @@ def test_ranks_end_with_the_script(tmp_path: Path, signum: int) -> None:
     while not all((tmp_path / f"pid-{rank}").is_file() and (tmp_path / f"pid-{rank}").read_text() for rank in range(2)):
         assert time.monotonic() < until
         time.sleep(0.02)
-    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
+    pids = [int(pid) for rank in range(2) for pid in (tmp_path / f"pid-{rank}").read_text().split()]
     process.send_signal(signum)
     out, _ = process.communicate(timeout=10)
-    assert (process.returncode, out) == ((5, "interrupted\n") if signum == signal.SIGINT else (-9, ""))
+    assert (process.returncode, out) == ((5, "interrupted\n") if signum == signal.SIGINT else (-signum, ""))
     until = time.monotonic() + 2
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+    while [pid for pid in pids if _runs(pid)] or list(tmp_path.glob("phalanx-*")):
         assert time.monotonic() < until
         time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

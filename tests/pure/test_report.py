@@ -92,6 +92,7 @@ LOADER = Frame(SITE + "utils/data/dataloader.py", 700, "__next__")
         (late_with(condition=Condition.STOPPED, detail="is held by a debugger (gdb)"), "rank 1 sits in a debugger"),
         (late_with(condition=Condition.LEFT, detail="has left the others"), "write `with ddp.join():`"),
         (late_with(condition=Condition.SILENT, detail="does not answer"), "gdb -p 101"),
+        (late_with(condition=Condition.UNREACHABLE, detail="does not answer from b"), "look with ping and ssh"),
     ],
 )
 def test_usual_causes(statuses: list[Status], cause: str) -> None:
