@@ -114,14 +114,17 @@ class Places:
         self._kept.update(kept if self._renewals <= _RENEWALS else self.placed)
         self.memory.renew(staged=indices is self.staged)
         for index in indices:
-            before, now, parameter = self.views[index], self._renewed(index), self._params[index]
-            self.views[index] = now
-            self._pointers[index] = now.data_ptr()
-            if index in self.held:
-                now.copy_(before)
-                if parameter.grad is before:
-                    parameter.grad = now
+            self._move(index)
         holders.count_from_now()
+
+    def _move(self, index: int) -> None:
+        before, now, parameter = self.views[index], self._renewed(index), self._params[index]
+        self.views[index] = now
+        self._pointers[index] = now.data_ptr()
+        if index in self.held:
+            now.copy_(before)
+            if parameter.grad is before:
+                parameter.grad = now
 
     def _move_in(self, older: Places) -> None:
         before = {id(view): view for view in older.views if view is not _NO_VIEW}

@@ -183,6 +183,19 @@ def test_gradients_that_are_kept_are_still_the_mean():
     assert same_on_all(2, program) == [1.5] * 18
 
 
+def test_a_gradient_that_is_kept_after_another_one() -> None:
+    def program(rank: int) -> list[float]:
+        layer = nn.Linear(1, 1)
+        model, kept = ddp(layer), []
+        for at in range(6):
+            model.zero_grad()
+            model((at + 1) * x_of(rank)).sum().mul(at + 1).backward()
+            kept.append((layer.weight, layer.bias)[at // 3].grad)
+        return [gradient.item() for gradient in kept]
+
+    assert same_on_all(2, program) == [1.5 * 1, 1.5 * 4, 1.5 * 9, 4, 5, 6]
+
+
 def test_keeping_one_gradient_in_every_step_does_not_keep_all_memory():
     def program(rank: int) -> int:
         model = ddp(nn.Sequential(one(), nn.Linear(1, 700_000)))
