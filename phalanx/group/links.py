@@ -191,8 +191,13 @@ class Switchboard:
                 self._read_ready(seconds)
         if self.alarm:
             for link in links:
-                if link.lost or link.failed:
+                if (link.lost or link.failed) and not self._is_early(link):
                     self._check(link, (), links, call)
+
+    def _is_early(self, link: Link) -> bool:
+        """Whether a rank has just raised what this one will raise too, from tickets that are on their way."""
+        report, now = link.failed, time.monotonic()
+        return report is not None and "agreed" in report and now < report.setdefault("heard", now) + _GRACE_SECONDS
 
     def wake(self) -> None:
         """Wake the thread that blocks in poll, because an inbox was filled by another thread."""

@@ -62,6 +62,21 @@ def test_who_is_late_in_a_round_that_others_have_ended_ends_it_too(program, erro
     assert [type(outcome.error) for outcome in outcomes] == [error] * 3
 
 
+def test_who_follows_raises_what_the_others_have_raised_before_it() -> None:
+    def program(rank: int) -> None:
+        model = ddp(nn.Linear(1, 1))
+        with model.join():
+            for step in range(1 if rank == 1 else 2):
+                model(x_of(rank)).sum().backward()
+                if rank == 2 and step == 1:
+                    send_late_to(1)
+                dist.broadcast(torch.ones(3), src=1)
+
+    outcomes: list[Outcome] = run(3, program, raises=False)
+    assert [type(outcome.error) for outcome in outcomes] == [RankMismatchError] * 3
+    assert all("it has run out of data" in str(outcome.error) for outcome in outcomes)
+
+
 def test_a_rank_that_has_left_is_named_by_all_that_wait_for_it() -> None:
     def program(rank: int) -> None:
         if rank == 2:
