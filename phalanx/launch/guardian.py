@@ -5,8 +5,7 @@ data loader workers. The guardian is started before the first rank, holds one en
 end only the launcher has. When that end closes unexpectedly, it kills the ranks' process groups and
 removes the folder of the run.
 
-The launcher forks it. A program that has called spawn() may have threads, whose locks a fork would copy: it starts
-this file.
+It is this file, started: a program that has called spawn() may have threads, whose locks a fork would copy.
 """
 
 from __future__ import annotations
@@ -24,17 +23,18 @@ _ENTRY = struct.Struct("q")  # a process group begins (positive) or has ended (n
 class Guardian:
     """The launcher's side: tell the guardian which process groups there are."""
 
-    def __init__(self, run_dir: str, forks: bool) -> None:
+    def __init__(self, run_dir: str) -> None:
         read_end, self._fd = os.pipe()
-        self._popen: subprocess.Popen[bytes] | None = None
-        if not forks:
-            # Isolated, and without site: nothing of the user's is run there, and it starts in no time.
-            argv = [sys.executable, "-I", "-S", __file__, str(read_end), run_dir]
-            self._popen = subprocess.Popen(argv, pass_fds=[read_end])
-        else:
-            self._pid = os.fork()
-            if self._pid == 0:
-                _guard(read_end, run_dir)
+        # Isolated, and without site: nothing of the user's is run there, and it starts in no time. In a session of
+        # its own, which a signal to the launcher's group does not reach; the ranks' pipes close when the ranks end.
+        self._popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, str(read_end), run_dir],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[read_end],
+            start_new_session=True,
+        )
         os.close(read_end)
 
     def began(self, group: int) -> None:
@@ -49,13 +49,7 @@ class Guardian:
         """The run has ended in order."""
         self._tell(0)
         os.close(self._fd)
-        if self._popen is not None:
-            self._popen.wait()
-            return
-        try:
-            os.waitpid(self._pid, 0)
-        except ChildProcessError:
-            pass  # killed, and reaped with the ranks' orphans
+        self._popen.wait()
 
     def _tell(self, entry: int) -> None:
         try:
@@ -65,38 +59,21 @@ class Guardian:
 
 
 def _guard(read_end: int, run_dir: str) -> None:
-    """The guardian's whole life; never returns."""
-    try:
-        os.setsid()  # a signal to the launcher's group must not reach us
-        for fd in map(int, os.listdir("/dev/fd")):
-            if fd > 2 and fd != read_end:  # the ranks' pipes must close when the ranks end, not with us
-                _close(fd)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd in (0, 1, 2):
-            os.dup2(null, fd)
-        groups: set[int] = set()
-        while entry := os.read(read_end, _ENTRY.size):
-            (group,) = _ENTRY.unpack(entry)
-            if group == 0:
-                return
-            groups.add(group) if group > 0 else groups.discard(-group)
-        for group in groups:
-            try:
-                os.killpg(group, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        shutil.rmtree(run_dir, ignore_errors=True)
-    finally:
-        os._exit(0)
-
-
-def _close(fd: int) -> None:
-    try:
-        os.close(fd)
-    except OSError:
-        pass  # the descriptor that listed the others
+    """The guardian's whole life."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    while entry := os.read(read_end, _ENTRY.size):
+        (group,) = _ENTRY.unpack(entry)
+        if group == 0:
+            return
+        groups.add(group) if group > 0 else groups.discard(-group)
+    for group in groups:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    shutil.rmtree(run_dir, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ class Supervisor:
         """Start all ranks; if one cannot be started, end the others and raise OSError."""
         if self.owns_process:
             bootstrap.adopt_orphans()
-        self._guardian = Guardian(self.run_dir, forks=self.owns_process)
+        self._guardian = Guardian(self.run_dir)
         try:
             for each in starts:
                 self._start(each)

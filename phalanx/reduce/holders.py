@@ -20,7 +20,7 @@ class Holders:
     """
 
     def __init__(self, views: list[torch.Tensor], indices: Sequence[int], in_use: Callable[[int], bool]) -> None:
-        self._views, self._indices = views, indices
+        self._views, self.indices = views, indices
         self._in_use = in_use
         self._storages: list[int] = []
         self._objects: list[int] = []
@@ -36,7 +36,7 @@ class Holders:
 
     def _mine(self) -> list[torch.Tensor]:
         views = self._views
-        return views if len(self._indices) == len(views) else [views[index] for index in self._indices]
+        return views if len(self.indices) == len(views) else [views[index] for index in self.indices]
 
     def _counts(self) -> tuple[list[int], list[int]]:
         return list(map(getrefcount, self._mine())), list(map(torch._C._storage_Use_Count, self._storages))
@@ -48,7 +48,7 @@ class Holders:
             return ()
         return [
             index
-            for place, index in enumerate(self._indices)
+            for place, index in enumerate(self.indices)
             if (objects[place] > self._objects[place] or memories[place] > self._memories[place])
             and not self._in_use(index)
         ]

@@ -105,15 +105,14 @@ class Places:
         region, start = self.plan.places[index]
         return self.memory.view(region, start, self._params[index])
 
-    def _leave_kept(self, holders: Holders, indices: Sequence[int]) -> None:
-        """Let gradients that the user has kept from an earlier step keep their values; `indices` share memory."""
-        kept = holders.kept()
-        if not kept:
+    def _leave_kept(self, holders: Holders | None) -> None:
+        """Let gradients that the user has kept from an earlier step keep their values."""
+        if holders is None or not (kept := holders.kept()):
             return
         self._renewals += 1
         self._kept.update(kept if self._renewals <= _RENEWALS else self.placed)
-        self.memory.renew(staged=indices is self.staged)
-        for index in indices:
+        self.memory.renew(staged=holders is self._holders_staged)
+        for index in holders.indices:
             self._move(index)
         holders.count_from_now()
 
@@ -147,8 +146,7 @@ class Places:
         Staged places are lent only where something is held back. Returns the parameters that had dropped
         their gradients.
         """
-        if self._holders_at_home is not None:
-            self._leave_kept(self._holders_at_home, self._at_home)
+        self._leave_kept(self._holders_at_home)
         params, views = self._params, self.views
         empty = all(map(is_, map(_gradient, params), _NONES))
         if empty and not self.held and len(self.placed) == len(params):
@@ -218,8 +216,7 @@ class Places:
         Those are the ones whose gradient lives elsewhere. Removes from `produced` those whose gradient the
         user has dropped.
         """
-        if self._holders_staged is not None:
-            self._leave_kept(self._holders_staged, self.staged)
+        self._leave_kept(self._holders_staged)
         given = list(map(_gradient, self._params))
         self._given, self._brought = given, False
         self._all_made = given if len(self._made) == len(given) and not any(map(is_, given, _NONES)) else []

@@ -79,10 +79,7 @@ class Posting:
             if gradient is None:
                 slot.zero_()
                 continue
-            if not part.whole:
-                gradient = self._range(part, gradient)
-            elif gradient.layout is not torch.strided:
-                gradient = gradient.to_dense()
+            gradient = _dense(gradient) if part.whole else self._range(part, gradient)
             if factor == 1.0:
                 slot.copy_(gradient)
             else:
@@ -98,8 +95,7 @@ class Posting:
     @staticmethod
     @torch.no_grad()
     def _flattened(gradient: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-        if gradient.layout is not torch.strided:
-            gradient = gradient.to_dense()
+        gradient = _dense(gradient)
         if gradient.stride() != strides:
             gradient = torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype).copy_(gradient)
         return gradient.as_strided((gradient.numel(),), (1,))
@@ -108,4 +104,8 @@ class Posting:
 @torch.no_grad()
 def copy(gradient: torch.Tensor, place: torch.Tensor) -> None:
     """Copy a gradient, which may be sparse, to its place."""
-    place.copy_(gradient if gradient.layout is torch.strided else gradient.to_dense())
+    place.copy_(_dense(gradient))
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -147,11 +147,10 @@ def weighted_sum(parts: Sequence[torch.Tensor], scales: Sequence[float], out: to
         _fold(parts, out, torch.add)
         return
     narrow = is_narrow(out.dtype)
-    plain = plain and not narrow
     for start in range(0, out.numel(), PIECE):
         target = out[start : start + PIECE]
         pieces = [part[start : start + PIECE] for part in parts]
-        if plain:
+        if plain and not narrow:
             _fold(pieces, target, torch.add)
             continue
         if narrow:

@@ -57,10 +57,14 @@ class Part(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """What a rank calls, by turn and piece: to add up, and to take over what others have added up."""
+    """What a rank calls, by turn and piece: to add up, and to take over what others have added up.
+
+    `factor` is what contributions to all pieces but the first are posted with.
+    """
 
     add: list[list[Calls]]
     take: list[list[Calls]]
+    factor: float
 
 
 class SharedGradients:
@@ -129,7 +133,6 @@ class SharedGradients:
         which spares a pass. A rank that does not take the result keeps what it has.
         """
         last, turn = len(self.pieces) - 1, self._turn
-        factor = self._factor(scales) if last else 1.0
         aside = self.aside and last > 0
         usual = self._usual
         if usual is not None and spans is usual[0] and scales is usual[1] and aside == usual[2]:
@@ -140,7 +143,7 @@ class SharedGradients:
         for piece in range(last + 1):
             following = fence.step & 1
             if piece < last:
-                self.post(piece + 1, following, factor)
+                self.post(piece + 1, following, program.factor)
             if takes or not self._direct:
                 for call in program.add[turn][piece]:
                     call()
@@ -181,7 +184,7 @@ class SharedGradients:
                 ]
                 add.append([calls for calls, _ in both])
                 take.append([calls for _, calls in both])
-            found = self._programs[(spans, scales, aside)] = _Program(add, take)
+            found = self._programs[(spans, scales, aside)] = _Program(add, take, factor)
         return found
 
     def _calls(
