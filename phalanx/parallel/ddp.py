@@ -203,9 +203,9 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
     def _sync_final_model(self, root: int) -> None:
         """Give every rank the model and gradients of `root`, after different numbers of steps."""
         self._broadcast_module(root, with_buffers=self.forward_sync_buffers)
-        size = len(self._reducer.named)
-        said = self._group.core.exchange(ticket.bits(self._reducer.shown(), size))
-        buffers.broadcast(self._group, self._reducer.show_only(ticket.members(said[root])), root)
+        places = self._reducer.places
+        said = self._group.core.exchange(ticket.bits(places.shown(), len(self._reducer.named)))
+        buffers.broadcast(self._group, places.show_only(ticket.members(said[root])), root)
 
     def _step_synchronised(self) -> None:
         """Do what follows a synchronised step, in an order that is the same on all ranks."""
@@ -237,6 +237,7 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
         if self._in_backward is None:
             self._take_over_optimizers()
         self._follow_model()
+        self._reducer.contexts.forward(self._reducer.parameters)
         if self.modules_buffers and self.module.training and torch.is_grad_enabled():
             if self.will_sync_module_buffers():
                 self._sync_buffers()

@@ -297,6 +297,18 @@ class Places:
             if self._params[index].grad is None and self.views[index] is not _NO_VIEW:
                 self._params[index].grad = self.views[index]
 
+    def shown(self) -> list[int]:
+        """The parameters that show a dense gradient."""
+        return [i for i, p in enumerate(self._params) if p.grad is not None and p.grad.layout is torch.strided]
+
+    def show_only(self, shown: Iterable[int]) -> list[torch.Tensor]:
+        """Have exactly these show a dense gradient, whatever is in it; return those gradients."""
+        wanted = set(shown)
+        for index in set(self.shown()) - wanted:
+            self._params[index].grad = None
+        self.show(wanted)
+        return [grad for index in self.shown() if (grad := self._params[index].grad) is not None]
+
     def hand_out(self, used: Sequence[int], foreign: Sequence[int]) -> None:
         """Give results to gradients that live elsewhere; what autograd has made, the place itself replaces.
 

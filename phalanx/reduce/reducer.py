@@ -18,17 +18,19 @@ from __future__ import annotations
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
 
-from phalanx.errors import InternalError, MisuseError, RankMismatchError
+from phalanx.errors import InternalError, MisuseError
 from phalanx.group import ticket
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.group.ticket import Operation, State, Ticket
 from phalanx.reduce import sparse
+from phalanx.reduce.agreement import contributions, factors_of, used_somewhere
 from phalanx.reduce.bucket import HookRunner
+from phalanx.reduce.distributed_autograd import Contexts, refuse_with_contexts, shown
 from phalanx.reduce.model import compare_models, entries_of
 from phalanx.reduce.monitor import Monitor
 from phalanx.reduce.places import Places
@@ -38,7 +40,7 @@ from phalanx.reduce.roster import reducers
 from phalanx.reduce.schedule import Round, Schedule
 from phalanx.reduce.statistics import Statistics
 from phalanx.reduce.watch import Local, Watch, weakly
-from phalanx.reduce.weights import Weights, scales
+from phalanx.reduce.weights import Weights
 from phalanx.transport.protocol import Fence
 
 _NONE: Local = frozenset()
@@ -84,6 +86,7 @@ class Reducer:
         self.produced: set[int] = set()  # not synchronised since they were produced
         self.named: list[tuple[str, torch.nn.Parameter]] = []
         self.watch = Watch(weakly(self.backward_begins), weakly(self._ended), unfrozen)
+        self.contexts = Contexts(weakly(self.watch.leaf_reached))
         self._local_now, self._sparse_names = local_now, sparse_names
         self._places: Places | None = None
         self._number = self._tag = -1
@@ -127,9 +130,11 @@ class Reducer:
     @property
     def plan(self) -> Plan:
         """The bucket plan."""
-        return self._built().plan
+        return self.places.plan
 
-    def _built(self) -> Places:
+    @property
+    def places(self) -> Places:
+        """Where the gradients are."""
         if self._places is None:
             raise InternalError("a reducer is used before it is built")
         return self._places
@@ -148,6 +153,7 @@ class Reducer:
         """Clean up after a backward that never ended (it raised). Called at every forward."""
         if self.watch.running:
             self._take_back(self.watch.abandon())
+            self.contexts.forget()
             self.weights.raised(bool(self.produced))
 
     def _take_back(self, kept: Collection[int]) -> None:
@@ -156,6 +162,10 @@ class Reducer:
 
     def _ended(self, fired: frozenset[int], forwards: list[Local]) -> None:
         self.before_end()
+        in_context = self.contexts.gradients(bool(fired), self.group.core.rank)
+        if in_context is not None:
+            self._ended_in_context(in_context, forwards)
+            return
         if self._places is not None and not self.stale:
             untouched = self._places.untouched()  # a hook also runs when the gradient turned out undefined
             fired = fired - untouched if untouched else fired
@@ -163,9 +173,7 @@ class Reducer:
         if not fired and not (forwards and self.watch.is_accumulating()):
             self._take_back(_NONE)
             return
-        local = self._local_now()
-        if forwards and (len(forwards) > 1 or forwards[0]):
-            local |= frozenset.intersection(*forwards)
+        local = self._local_in(forwards)
         if local or self.schedule.policies:
             self.statistics.accumulated(fired)
         if local and local >= self.everything:
@@ -175,6 +183,29 @@ class Reducer:
             self.monitor.kept_local()
         else:
             self.flush(fired, local)
+
+    def _local_in(self, forwards: Sequence[Local]) -> Local:
+        local = self._local_now()
+        if forwards and (len(forwards) > 1 or forwards[0]):
+            local |= frozenset.intersection(*forwards)
+        return local
+
+    def _ended_in_context(self, gradients: dict[int, torch.Tensor], forwards: Sequence[Local]) -> None:
+        """Synchronise what a backward of torch.distributed.autograd has left in its context."""
+        self._take_back(_NONE)
+        self._close_weights(True)
+        if self.weights.weighed or self.schedule.policies:
+            refuse_with_contexts("weigh()" if self.weights.weighed else "sync_policy()", self.group.core.rank)
+        local = self._local_in(forwards)
+        if local and local >= self.everything:
+            self.monitor.kept_local()  # the context adds to it
+            return
+        pending, self.produced = self.produced, set()
+        try:
+            with shown(self.named, gradients, self.group.core.rank):
+                self.flush({i for i in self.everything - local if id(self.parameters[i]) in gradients}, local)
+        finally:
+            self.produced = pending
 
     def _close_weights(self, produced: bool) -> None:
         try:
@@ -197,7 +228,7 @@ class Reducer:
         self.group.drain()  # the user's asynchronous collectives come first, on every rank
         if self.stale:
             self.build()
-        places = self._built()
+        places = self.places
         self.produced.update(fired)
         foreign = places.settle(self.produced)
         digest = self.monitor.flushing()
@@ -235,9 +266,9 @@ class Reducer:
         if self.comm_hook is not None or (not self._posts and factors == [1.0]):
             return
         if not self._posts:
-            self._built().post(0, at_home=True)
+            self.places.post(0, at_home=True)
         spans = self._whole if len(used) == len(self.named) else self.plan.spans(used)
-        self._built().memory.reduce(spans, factors, fence, takes)
+        self.places.memory.reduce(spans, factors, fence, takes)
 
     @property
     def _posts(self) -> bool:
@@ -248,7 +279,7 @@ class Reducer:
         self, used: Sequence[int], factors: list[float], foreign: Sequence[int], each: Round, takes: bool = True
     ) -> None:
         """What needs no common fence: communication hooks, sparse gradients, handing the results out."""
-        places = self._built()
+        places = self.places
         if self.comm_hook is not None:
             self.comm_hook.run(self.plan, places.memory, self.parameters, places.views, used, factors, takes)
         for index in self._sparse:
@@ -304,39 +335,22 @@ class Reducer:
         self.monitor.heard = [t.digest for t in heard]
         self.skippers = [rank for rank, t in enumerate(heard) if t.state is State.SKIPPING]
         self.runners = [rank for rank, t in enumerate(heard) if t.state is State.ACTIVE]
-        mask = ticket.round_members(heard)
-        tickets = [ticket.as_contribution(t, self.tag, mask) for t in heard]
-        size = len(self.named)
-        union = 0
-        for t in tickets:
-            union |= int.from_bytes(t.bitmap, "little")
-        if mask:
-            union &= int.from_bytes(mask, "little")
+        tickets = contributions(heard, self.tag)
         self.statistics.used_by([t.encode() for t in tickets])
-        used = range(size) if union == (1 << size) - 1 else [index for index in range(size) if union >> index & 1]
-        try:
-            return used, scales(tickets, self.divisor)
-        except ValueError as error:
-            calls = {
-                r: "a weighed backward" if t.weighed else "a backward without weigh"
-                for r, t in enumerate(tickets) if t.state is State.ACTIVE
-            }  # fmt: skip
-            raise RankMismatchError(
-                calls, self.group.core.rank,
-                "Instead: call ddp.weigh(loss, n) on every rank, with n = 0 where a rank has nothing.",
-            ) from error  # fmt: skip
+        used = used_somewhere(tickets, ticket.round_members(heard), len(self.named))
+        return used, factors_of(tickets, self.divisor, self.group.core.rank)
 
     # -- following -----------------------------------------------------------------------------------
 
     def following_ticket(self, state: State, followed: int) -> Ticket:
         """The ticket of this rank while it follows; gradients not synchronised yet go with it."""
-        self._built().settle(self.produced)
+        self.places.settle(self.produced)
         self.weights.enter(self.schedule.ledgers)
         return self._ticket(Round(None, next(iter(self.schedule.coming), 0)), state, followed)
 
     def follow(self, got: list[bytes], fence: Fence) -> Callable[[], None]:
         """Take part in a flush of the other ranks, whose tickets are `got`; return what comes after it."""
-        started, places = time.perf_counter(), self._built()
+        started, places = time.perf_counter(), self.places
         heard = [ticket.decode(wire) for wire in got]
         mask = ticket.round_members(heard)
         own = ticket.as_contribution(heard[self.group.core.rank], self.tag, mask)
@@ -359,23 +373,11 @@ class Reducer:
         if self.schedule.policies:
             local = self._local_now()
             self.schedule.followed(each, local)
-            self._built().hold_back(self.schedule.held() - local)
+            self.places.hold_back(self.schedule.held() - local)
         self.weights.leave(bool(self.produced))
         self.statistics.flushed(began, self.plan)
         for call in self.after_flush:
             call()
-
-    def shown(self) -> list[int]:
-        """The parameters that show a dense gradient."""
-        return [i for i, p in enumerate(self.parameters) if p.grad is not None and p.grad.layout is torch.strided]
-
-    def show_only(self, shown: Iterable[int]) -> list[torch.Tensor]:
-        """Have exactly these show a dense gradient, whatever is in it; return those gradients."""
-        wanted = set(shown)
-        for index in set(self.shown()) - wanted:
-            self.parameters[index].grad = None
-        self._built().show(wanted)
-        return [grad for index in self.shown() if (grad := self.parameters[index].grad) is not None]
 
     def _register(self) -> None:
         """Have the group hand flushes with our tag to us, for as long as we live."""

@@ -151,6 +151,11 @@ class Watch:
         elif self._thread != get_ident():
             refuse_second_thread(self._thread, "backward")
 
+    def leaf_reached(self) -> None:
+        """A parameter is reached, in a backward that may accumulate elsewhere and so run no hook of it."""
+        if self._noted.__class__ is _Waiting:
+            self._arm()
+
     def _arm(self) -> None:
         if backward.current_task() == -1:
             return

@@ -32,10 +32,11 @@ def test_a_job_that_resumes_from_its_snapshot(tmp_path: Path) -> None:
     compare(texts)
 
 
-def test_a_script_that_spawns_its_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["spawn_tutorial", "embedding_server"])
+def test_a_script_that_spawns_its_ranks(name: str, tmp_path: Path) -> None:
     with ExitStack() as held:
         ports = [str(free_port(held)) for _ in range(4)]
-    script = str(SCRIPTS / "spawn_tutorial.py")
+    script = str(SCRIPTS / f"{name}.py")
     torch = run_command(["python", script, *ports[:2]], fresh(tmp_path, TORCH), timeout=300)
     ours = run_command(
         ["python", script, *ports[2:]], fresh(tmp_path, DROP_IN), env={"PHALANX_DROPIN": "1"}, timeout=300

@@ -72,7 +72,7 @@ def test_a_reduction_that_fails_between_pieces_leaves_every_contribution_as_it_w
         with model.no_sync():
             model(x).sum().backward()
         given = model.module.weight.grad.clone()
-        shared = model._reducer._built().memory.shared
+        shared = model._reducer.places.memory.shared
         post = shared.post
 
         def fail(piece: int, turn: int, factor: float) -> None:
