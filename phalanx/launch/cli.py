@@ -35,6 +35,19 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
+class _Version(argparse.Action):
+    """Print the version; where it stands is read only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        metadata = importlib.import_module("importlib.metadata")
+        try:
+            version = metadata.version("phalanx-ddp")
+        except metadata.PackageNotFoundError:
+            version = "(not installed: run from a folder)"
+        print(f"phalanx {version}")
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point of the command; returns the exit code."""
     width = max(map(len, COMMANDS))
@@ -45,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", nargs=0, action=_Version, help="show the version and exit")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments; --help after a command shows them")
     given = parser.parse_args(argv)

@@ -35,19 +35,6 @@ def variables(names: Sequence[str], folder: str) -> dict[str, str]:
     return wanted if _is_installed() else {**wanted, "PYTHONPATH": os.pathsep.join(_search_path(folder))}
 
 
-def before_target(argv: Sequence[str], takes_value: Sequence[str]) -> list[str]:
-    """Write the bare `--drop-in` among the options as `--drop-in=all`: argparse would take the script for its value.
-
-    `takes_value` are the options whose value is the next word.
-    """
-    words, place = list(argv), 0
-    while place < len(words) and words[place].startswith("-") and words[place] != "--":
-        if words[place] == "--drop-in":
-            words[place] = "--drop-in=all"
-        place += 2 if words[place] in takes_value else 1
-    return words
-
-
 @cache
 def _is_installed() -> bool:
     metadata = import_module("importlib.metadata")  # costs more than the rest of the launcher, so only here

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import MisuseError
-from phalanx.launch import drop_in, environment, machine
+from phalanx.launch import drop_in, environment, machine, spellings
 from phalanx.launch.cli import Parser
 from phalanx.launch.environment import Launcher, Place
 
@@ -79,9 +79,12 @@ def parse(argv: Sequence[str]) -> Options:
     """Read the command line; ends the process with one line and exit code 2 where it cannot be right."""
     parser = _parser()
     takes_value = ["-n", *(name for name, row in _OPTIONS.items() if "action" not in row)]
-    given = parser.parse_args(drop_in.before_target(argv, takes_value))
     try:
-        return _checked(parser, given)
+        words = spellings.in_ours(argv, takes_value)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        return _checked(parser, parser.parse_args(words))
     except MisuseError as error:
         parser.error(str(error).replace("\n", ". "))
 

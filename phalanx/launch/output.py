@@ -96,6 +96,7 @@ class Stream:
     def __init__(self, sink: Sink, prefix: str = "") -> None:
         self.sink = sink
         self.prefix = prefix.encode()
+        self._same = self.prefix.strip().replace(b" ", b"") + b":"
         self.pending = bytearray()
         self.shown = 0
         self._previewed = 0  # of `pending`, on the console now or before another line took its place
@@ -177,6 +178,8 @@ class Stream:
             return piece
         if piece.startswith(b"\r") and not piece.startswith(b"\r\n"):
             piece = piece[1:]
+        if piece.startswith(self._same):  # torch's mark, [rank1]: for [rank 1]
+            piece = piece[len(self._same) :].removeprefix(b" ")
         return self.prefix + self._marked(piece)
 
     def _marked(self, piece: bytes) -> bytes:

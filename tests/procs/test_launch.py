@@ -14,6 +14,8 @@ import termios
 import textwrap
 import time
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +35,21 @@ def test_help_is_quick_and_imports_no_torch() -> None:
     assert min(seconds) < 0.2
     check = "import sys, phalanx.launch.run, phalanx.launch.spawn; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], env=ENV, check=True)
+
+
+def test_the_version(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "phalanx", "--version"]
+    done = subprocess.run(command, env=ENV, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == f"phalanx {metadata.version('phalanx-ddp')}\n"
+
+
+def test_a_line_that_torch_has_marked_with_the_rank_is_marked_once(launch: Launch) -> None:
+    done = launch.run(
+        "r = os.environ['RANK']; print(f'[rank{r}]: one', f'[rank{r}]:[W1] two', '[rank7]: three', sep='\\n')",
+        "-n",
+        "2",
+    )
+    assert lines_of(done.stdout, 1) == ["one", "[W1] two", "[rank7]: three"]
 
 
 def test_ranks_get_torchruns_variables_and_arguments(launch: Launch) -> None:
