@@ -22,7 +22,6 @@ from phalanx.errors import MisuseError, PeerFailedError
 from phalanx.group import world
 from phalanx.group.process_group import PhalanxProcessGroup, for_process_group
 
-_TAG = 0x43484B50  # tells these exchanges from those of stop_if and mean
 _CHUNK = 64 << 20
 _LOOK_SECONDS = 2.0  # less than after which a wait is reported as slow
 
@@ -127,7 +126,7 @@ class Ranks:
     def _exchange(self, payload: bytes) -> list[bytes]:
         if self._group is None:
             return [payload]
-        answers = self._group.core.exchange(payload, _TAG)
+        answers = self._group.core.exchange(payload, self.call)
         for peer, answer in enumerate(answers):
             if not answer:
                 raise MisuseError(

@@ -108,7 +108,7 @@ def gathered(part: State, absent: Callable[[int], State], group: dist.ProcessGro
             "state_dict(group) with the group of these ranks, or load_state_dict([...]) later with every rank's "
             "local_state_dict()", part["rank"],
         )  # fmt: skip
-    answers = _core(group).exchange(json.dumps(part).encode())
+    answers = _core(group).exchange(json.dumps(part).encode(), "state_dict() of a sampler")
     return together([json.loads(answer) if answer else absent(rank) for rank, answer in enumerate(answers)])
 
 
@@ -119,7 +119,8 @@ def agree_on_order(order: str, epoch: int, ranks: int, rank: int) -> None:
     """
     if ranks == 1 or not dist.is_initialized() or dist.get_world_size() != ranks:
         return
-    said = [answer.decode() for answer in _core(None).exchange(f"{epoch}/{order}".encode())]
+    answers = _core(None).exchange(f"{epoch}/{order}".encode(), "a comparison of the order of the data")
+    said = [answer.decode() for answer in answers]
     if len(set(filter(None, said))) > 1:
         calls = {r: "epoch {} in order {}".format(*answer.split("/")) for r, answer in enumerate(said) if answer}
         raise RankMismatchError(

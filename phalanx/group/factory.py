@@ -58,7 +58,7 @@ def transport_for(core: Group, store: dist.Store, kind: str = AUTO) -> Transport
     if core.size == 1:
         return Alone()
     can_share = core.same_host and hasattr(os, "memfd_create")
-    said = [json.loads(answer) for answer in core.exchange(json.dumps([kind, can_share]).encode())]
+    said = [json.loads(answer) for answer in core.exchange(json.dumps([kind, can_share]).encode(), "making a group")]
     if any(other != kind for other, _ in said):
         raise RankMismatchError(
             {rank: f"making a group with transport={other!r}" for rank, (other, _) in enumerate(said)},

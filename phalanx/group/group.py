@@ -315,10 +315,10 @@ class Group:
 
     # -- bytes ---------------------------------------------------------------------------------------
 
-    def exchange(self, payload: bytes, tag: int = 0, operation: Operation = Operation.EXCHANGE) -> list[bytes]:
-        """Give `payload` to every rank and return everybody's, in rank order. For small things."""
+    def exchange(self, payload: bytes, call: str, operation: Operation = Operation.EXCHANGE) -> list[bytes]:
+        """Give `payload` to every rank and return everybody's, in rank order. For small things; `call` names it."""
         with self.lock:
-            got = self.tickets(ticket.plain(operation, 0, 0, 0, -1, tag) + payload)
+            got = self.tickets(ticket.plain(operation, 0, 0, 0, -1, ticket.tag_of(call)) + payload)
             return [b"" if ticket.follows(wire) else ticket.extra(wire) for wire in got]
 
     def close(self) -> None:
@@ -391,6 +391,6 @@ def _hint(wires: Sequence[bytes]) -> str:
         return "Usual cause: sync_policy() or no_sync(pattern) on some ranks only; every rank sets the same."
     if kinds == {Operation.GRADIENTS}:
         return "Usual cause: two wrapped models whose backwards run in a different order on some ranks."
-    if len(kinds) > 1:
+    if len(kinds) > 1 or kinds == {Operation.EXCHANGE}:
         return "Usual cause: a branch that some ranks take and others do not, around one of these calls."
     return "Every rank must pass the same number of elements, dtype, operation and root."

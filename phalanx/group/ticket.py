@@ -14,14 +14,27 @@ Nothing here knows sockets, torch or the clock.
 from __future__ import annotations
 
 import enum
+import hashlib
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 SIGNATURE = struct.Struct("<BBBxiQQ8x")
 PERSONAL = struct.Struct("<BBHIdd")
 HEAD_BYTES = SIGNATURE.size + PERSONAL.size
 _DIGEST = slice(SIGNATURE.size + 2, SIGNATURE.size + 4)
+
+
+_CALLS: dict[int, str] = {}
+
+
+@lru_cache(maxsize=256)
+def tag_of(call: str) -> int:
+    """The tag of an exchange that belongs to `call`, which is what the exchange is called from now on."""
+    tag = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little")
+    _CALLS[tag] = call
+    return tag
 
 
 class Operation(enum.IntEnum):
@@ -156,6 +169,8 @@ def describe(wire: bytes, dtype_names: Mapping[int, str], reduction_names: Mappi
         return f"the gradient synchronisation of {part}model {t.tag >> 8 & 0xFFFF:04x} ({t.count} elements)"
     if t.operation is Operation.WRAP:
         return "DistributedDataParallel(...)"
+    if t.operation is Operation.EXCHANGE and t.tag in _CALLS:
+        return _CALLS[t.tag]
     arguments = []
     if t.count:
         arguments.append(f"{t.count} x {dtype_names.get(t.dtype, 'bytes')}")

@@ -25,7 +25,9 @@ def stop_if(condition: object, group: dist.ProcessGroup | None = None) -> bool:
     ours = _group(group)
     if ours is None:
         return bool(condition)
-    return any(answer == b"\x01" for answer in ours.core.exchange(b"\x01" if condition else b"\x00"))
+    return any(
+        answer == b"\x01" for answer in ours.core.exchange(b"\x01" if condition else b"\x00", "phalanx.stop_if()")
+    )
 
 
 def mean(value: float | torch.Tensor, n: float = 1, group: dist.ProcessGroup | None = None) -> float:
@@ -37,7 +39,7 @@ def mean(value: float | torch.Tensor, n: float = 1, group: dist.ProcessGroup | N
     number = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
     mine = _PAIR.pack(number * n if n else 0.0, float(n))
     ours = _group(group)
-    answers = [mine] if ours is None else ours.core.exchange(mine)
+    answers = [mine] if ours is None else ours.core.exchange(mine, "phalanx.mean()")
     pairs = [_PAIR.unpack(answer) for answer in answers if answer]
     items = sum(count for _, count in pairs)
     return sum(total for total, _ in pairs) / items if items else float("nan")

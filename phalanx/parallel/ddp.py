@@ -204,7 +204,7 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
         """Give every rank the model and gradients of `root`, after different numbers of steps."""
         self._broadcast_module(root, with_buffers=self.forward_sync_buffers)
         places = self._reducer.places
-        said = self._group.core.exchange(ticket.bits(places.shown(), len(self._reducer.named)))
+        said = self._group.core.exchange(ticket.bits(places.shown(), len(self._reducer.named)), "the end of join()")
         buffers.broadcast(self._group, places.show_only(ticket.members(said[root])), root)
 
     def _step_synchronised(self) -> None:

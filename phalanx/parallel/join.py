@@ -93,7 +93,7 @@ class Join(TorchJoin):
 
     def _ask(self, model: Any, inputs: Any) -> None:
         if model.training and torch.is_grad_enabled():
-            self._core.exchange(b"")
+            self._core.exchange(b"", "a forward inside join()")
 
     def _refuse_what_cannot_be_followed(self) -> None:
         """A rank out of data sees only Phalanx's tickets, not what goes through a plain group of torch."""

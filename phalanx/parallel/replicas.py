@@ -19,6 +19,7 @@ UNKNOWN = -1
 _HEAD = struct.Struct("<qIqII")
 _SHOWN = 3
 
+_CALL = "a comparison of the replicas"
 _HINT = """Usual causes, and what to write instead:
   a checkpoint loaded on some ranks only: phalanx.checkpoint.load(path, ...) on every rank, or load before wrapping
   optimizer.step(), or an assignment to parameters, in code that only some ranks run: run it on every rank
@@ -85,7 +86,7 @@ def compare(
     of_names = crc32("\n".join(names).encode())
     head = _HEAD.pack(note.step, note.piece, note.writes, of_names, len(bitmap))
     notes, heard, kept, listings = {}, {}, {}, {}
-    for rank, payload in enumerate(core.exchange(head + bitmap + sums.tobytes())):
+    for rank, payload in enumerate(core.exchange(head + bitmap + sums.tobytes(), _CALL)):
         if not payload:
             continue
         step, piece, writes, listing, size = _HEAD.unpack_from(payload)
@@ -104,7 +105,7 @@ def error(
     """Build the error for what `found` has differing. A collective, since every rank shows what it has."""
     differing = found.differing
     first = differing[0]
-    said = core.exchange(_describe(tensors[first], found.sums[core.rank][first]).encode())
+    said = core.exchange(_describe(tensors[first], found.sums[core.rank][first]).encode(), _CALL)
     return ReplicaDriftError(
         found.groups(first), [names[index] for index in differing], last_equal, step, core.rank,
         {rank: text.decode() for rank, text in enumerate(said) if text}, found.written() + _HINT,

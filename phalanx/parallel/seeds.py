@@ -24,7 +24,8 @@ def expect_different_seeds(wanted: bool = True) -> None:
 
 def compare_seeds(core: Group) -> None:
     """Warn rank 0 if different seeds were asked for on some rank and all are equal. A collective."""
-    said = [_SAID.unpack(each) for each in core.exchange(_SAID.pack(_asked, torch.initial_seed())) if each]
+    answers = core.exchange(_SAID.pack(_asked, torch.initial_seed()), "a comparison of the seeds")
+    said = [_SAID.unpack(each) for each in answers if each]
     seeds = {seed for _, seed in said}
     if core.rank == 0 and len(said) > 1 and len(seeds) == 1 and any(asked for asked, _ in said):
         misuse.warn(

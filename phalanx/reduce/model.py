@@ -46,14 +46,14 @@ def compare_models(group: PhalanxProcessGroup, entries: Sequence[Entry], fingerp
     core = group.core
     # Ranks may have wrapped different numbers of models (a copy on rank 0 only): the largest count decides.
     wish = core.models_numbered if number < 0 else number
-    said = core.exchange(_SAID.pack(fingerprint, wish), operation=Operation.WRAP)
+    said = core.exchange(_SAID.pack(fingerprint, wish), "DistributedDataParallel(...)", Operation.WRAP)
     heard = [_SAID.unpack(each) for each in said]
     if len({fingerprint for fingerprint, _ in heard}) == 1:
         agreed: int = max(wished for _, wished in heard)
         core.models_numbered = max(core.models_numbered, agreed + 1)
         return agreed
     listing = json.dumps([[e.name, e.shape, e.dtype, e.itemsize, e.device, e.sparse] for e in entries])
-    listings = core.exchange(listing.encode(), operation=Operation.WRAP)
+    listings = core.exchange(listing.encode(), "DistributedDataParallel(...)", Operation.WRAP)
     models = {
         rank: [Entry(n, tuple(s), d, i, dev, sp) for n, s, d, i, dev, sp in json.loads(text)]
         for rank, text in enumerate(listings)

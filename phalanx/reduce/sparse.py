@@ -24,7 +24,7 @@ def reduce(
     mine = gradient.detach().coalesce() if gradient is not None and gradient.is_sparse else None
     dense = gradient is not None and not gradient.is_sparse
     said = [-1 if dense else 0 if mine is None else mine._nnz()]
-    wires = core.exchange(said[0].to_bytes(8, "little", signed=True))
+    wires = core.exchange(said[0].to_bytes(8, "little", signed=True), "the synchronisation of a sparse gradient")
     heard = [int.from_bytes(wire, "little", signed=True) for wire in wires]
     if -1 in heard:
         whole = torch.zeros_like(parameter) if gradient is None else gradient.detach().to_dense()

@@ -6,7 +6,6 @@ get a RankMismatchError, and a dead or failed rank is an error on the others, as
 
 from __future__ import annotations
 
-import hashlib
 import json
 import traceback
 from collections.abc import Callable
@@ -35,7 +34,7 @@ def tell_all(call: str, record: Any) -> list[Any]:
         return [record]
     group = for_process_group(cast(dist.ProcessGroup, dist.group.WORLD), call)
     group.drain()
-    answers = group.core.exchange(json.dumps(record).encode(), _tag(call))
+    answers = group.core.exchange(json.dumps(record).encode(), call)
     return [json.loads(answer) if answer else None for answer in answers]
 
 
@@ -58,7 +57,3 @@ def from_rank_zero(call: str, make: Callable[[], Any]) -> Any:
         tell_all(call, told)
         raise
     return tell_all(call, {"result": result})[0]["result"]
-
-
-def _tag(call: str) -> int:
-    return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little")
