@@ -163,9 +163,9 @@ def write(report: dict[str, object], path: str) -> None:
 
 
 def _last_words(first: Ending) -> list[str]:
-    """The traceback of the rank that failed first; without one, what it wrote last."""
-    if first.record is None:
-        lines = [f"  {line}" for line in first.last_output if _HERE not in line]  # not our own frames
+    """The traceback of the rank that failed first; without one, or if it has called sys.exit(), what it wrote last."""
+    lines = [f"  {line}" for line in first.last_output if _HERE not in line]  # not our own frames
+    if first.record is None or (first.record.exception == "SystemExit" and lines):
         return [f"Last output of rank {first.rank}:", *lines] if lines else []
     if first.record.traceback:
         return [f"Traceback of rank {first.rank}:", shortened(first.record.traceback.rstrip(), _LONGEST_TRACEBACK)]

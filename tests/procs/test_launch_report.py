@@ -52,6 +52,14 @@ def test_ranks_that_end_long_before_the_others_are_mentioned(launch: Launch, mon
     assert sorted(rank for line in said for rank in "12" if rank in line.split(";")[0].split("rank")[1]) == ["1", "2"]
 
 
+def test_a_usage_error_of_the_script_ends_with_its_own_words(launch: Launch) -> None:
+    code = "import argparse; p = argparse.ArgumentParser(prog='train'); p.add_argument('--lr', required=True)"
+    done = launch.run(f"{code}; p.parse_args()", "-n", "2")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.endswith("  train: error: the following arguments are required: --lr\n")
+
+
 @pytest.mark.parametrize(
     ("code", "says"),
     [
