@@ -13,8 +13,10 @@ from typing import NoReturn
 import torch
 import torch.distributed.rpc
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from phalanx.errors import MisuseError
+from phalanx.reduce.watch import weakly
 
 _is_in_use: Callable[[], bool] = getattr(torch.distributed.rpc, "_is_current_rpc_agent_set", lambda: False)
 
@@ -29,6 +31,7 @@ class Contexts:
         self._begins = begins
         self._parameters: Sequence[torch.nn.Parameter] = ()
         self._nodes: list[Node] = []  # kept, or their hooks would go with the first graph
+        self._handles: list[RemovableHandle] = []
         self._reached = False
         self._entered: int | None = None
 
@@ -38,10 +41,11 @@ class Contexts:
             return
         if parameters is not self._parameters:
             self._parameters = parameters
-            # What an earlier list has left on a node does the same: it may be called twice.
+            for handle in self._handles:
+                handle.remove()
+            reached = weakly(self._node_reached)  # the garbage collector does not see what nodes hold
             self._nodes = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
-            for node in self._nodes:
-                node.register_prehook(self._node_reached)
+            self._handles = [node.register_prehook(reached) for node in self._nodes]
         try:
             self._entered = torch.distributed.autograd._current_context()._context_id()
         except RuntimeError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -215,5 +217,25 @@ def test_a_backward_that_raises_is_forgotten(tmp_path: Path) -> None:
                 handle.remove()
             loss(ddp, batch(rank)).backward()
             oracle.assert_close(oracle.gradients_of(ddp), means(2), **TOLERANT)
+
+    run(2, program, over="processes", env=LOOPBACK)
+
+
+def test_layers_are_frozen_and_unfrozen_and_a_dropped_model_is_gone(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        with agent(rank, 2, tmp_path / "meeting"):
+            ddp = DistributedDataParallel(model())
+            first = ddp.module[0].weight
+            for wanted in (False, True, False, True):
+                first.requires_grad_(wanted)
+                with dist_autograd.context() as context:
+                    dist_autograd.backward(context, [loss(ddp, batch(rank))])
+                    expected = means(2)
+                    expected["0.weight"] = expected["0.weight"] if wanted else None
+                    oracle.assert_close(of_context(ddp, context), expected, **TOLERANT)
+            gone = [weakref.ref(ddp), weakref.ref(first)]
+            del ddp, first
+            gc.collect()
+            assert [ref() for ref in gone] == [None, None]
 
     run(2, program, over="processes", env=LOOPBACK)
