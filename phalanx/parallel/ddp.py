@@ -159,6 +159,9 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
             if id(parameter) not in taken and name not in self.parameters_to_ignore and _may_have_gradient(parameter)
         ]
 
+    def _frozen_now(self) -> list[nn.Parameter]:
+        return self._frozen(self._reducer.named)
+
     def _adopt_unfrozen(self) -> None:
         """Pick up parameters that got a gradient without a forward of this wrapper since they were unfrozen."""
         named = self._trainable({id(parameter) for parameter in self._reducer.parameters})
@@ -237,7 +240,7 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
         if self._in_backward is None:
             self._take_over_optimizers()
         self._follow_model()
-        self._reducer.contexts.forward(self._reducer.parameters)
+        self._reducer.contexts.forward(self._reducer.parameters, self._frozen_now)
         if self.modules_buffers and self.module.training and torch.is_grad_enabled():
             if self.will_sync_module_buffers():
                 self._sync_buffers()

@@ -180,7 +180,7 @@ class Guarded(Wrapped):
         by default they are rank 0's from one training forward's beginning to that of its end only. Parameters
         that are ignored or kept local are left out. Reads all of the model once, at about 2 GB/s.
         """
-        self._reducer.check_idle("check_replicas()")
+        self._reducer.watch.check_idle("check_replicas()", self._group.core.rank)
         if self._guard is not None:
             self._guard.drift.check(buffers)
 

@@ -86,7 +86,7 @@ class Layers(Wrapped):
         policies between the same two steps: a rank that has not is a RankMismatchError at the next one.
         """
         self._matched(pattern)
-        self._reducer.check_idle("sync_policy()")
+        self._reducer.watch.check_idle("sync_policy()", self._group.core.rank)
         if self._reducer.produced:
             held = ", ".join(self._reducer.named[index][0] for index in sorted(self._reducer.produced)[:3])
             raise MisuseError(

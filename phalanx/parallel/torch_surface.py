@@ -234,7 +234,7 @@ class TorchSurface(Wrapped):
         pass
 
     def _check_reducer_finalized(self) -> None:
-        self._reducer.check_idle("_check_reducer_finalized()")
+        self._reducer.watch.check_idle("_check_reducer_finalized()", self._group.core.rank)
 
     # -- communication hooks ---------------------------------------------------------------------------
 

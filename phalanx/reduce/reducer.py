@@ -69,8 +69,7 @@ class Reducer:
         unfrozen: Callable[[], None] = _nothing,
     ) -> None:
         self.group, self.caps = group, tuple(caps)
-        self.weights, self.residue = Weights(), Residue()
-        self.schedule = Schedule()
+        self.weights, self.residue, self.schedule = Weights(), Residue(), Schedule()
         self.statistics = Statistics()
         self.divisor: int | None = None
         self.comm_hook: HookRunner | None = None
@@ -106,6 +105,7 @@ class Reducer:
         self.produced = {index for index, (name, _) in enumerate(named) if name in pending}
         self.everything = frozenset(range(len(named)))
         self.watch.put_on(self.parameters, frozen)
+        self.contexts.watch(self.parameters, frozen)
         self.statistics.size = len(named)
         self.schedule.name([name for name, _ in named])
         self.stale = True
@@ -164,8 +164,9 @@ class Reducer:
         self.before_end()
         in_context = self.contexts.gradients(bool(fired), self.group.core.rank)
         if in_context is not None:
-            self._ended_in_context(in_context, forwards)
-            return
+            self._ended_in_context(in_context, fired, forwards)
+            if not fired:
+                return
         if self._places is not None and not self.stale:
             untouched = self._places.untouched()  # a hook also runs when the gradient turned out undefined
             fired = fired - untouched if untouched else fired
@@ -190,9 +191,12 @@ class Reducer:
             local |= frozenset.intersection(*forwards)
         return local
 
-    def _ended_in_context(self, gradients: dict[int, torch.Tensor], forwards: Sequence[Local]) -> None:
-        """Synchronise what a backward of torch.distributed.autograd has left in its context."""
-        self._take_back(_NONE)
+    def _ended_in_context(
+        self, gradients: dict[int, torch.Tensor], fired: frozenset[int], forwards: Sequence[Local]
+    ) -> None:
+        """Synchronise what a backward of torch.distributed.autograd has left in its context; not what has `fired`."""
+        self._take_back(fired)
+        self.watch.take_in(gradients)
         self._close_weights(True)
         if self.weights.weighed or self.schedule.policies:
             refuse_with_contexts("weigh()" if self.weights.weighed else "sync_policy()", self.group.core.rank)
@@ -393,8 +397,3 @@ class Reducer:
         for tag in (self._tag, self._tag ^ 1):
             handlers[(int(Operation.GRADIENTS), tag)] = handle
             weakref.finalize(self, handlers.pop, (int(Operation.GRADIENTS), tag), None)
-
-    def check_idle(self, call: str) -> None:
-        """Raise MisuseError if `call` comes while a backward is running."""
-        if self.watch.running:
-            raise MisuseError(f"{call} inside a backward", "call it before or after", self.group.core.rank)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from phalanx.errors import MisuseError
 from phalanx.reduce import backward
 from phalanx.reduce.threads import refuse_second_thread
 
@@ -170,6 +171,11 @@ class Watch:
         """Whether a backward has begun and not ended (it may have raised)."""
         return self._running
 
+    def check_idle(self, call: str, rank: int) -> None:
+        """Raise MisuseError if `call` comes while a backward is running."""
+        if self._running:
+            raise MisuseError(f"{call} inside a backward", "call it before or after", rank)
+
     @property
     def noted(self) -> list[torch.Tensor]:
         """The parameters whose hook has run in this backward so far."""
@@ -178,17 +184,18 @@ class Watch:
     def _fired(self) -> frozenset[int]:
         noted = list(map(id, self._noted))
         if noted != self._usual[0]:
-            if not self._numbers.keys() >= set(noted):
-                self._take_in_others()
+            self.take_in(noted)
             self._usual = (noted, frozenset(self._numbers[each] for each in noted))
         return self._usual[1]
 
-    def _take_in_others(self) -> None:
-        """Have others() take in what is not numbered yet; what forwards have kept local is numbered anew."""
+    def take_in(self, ids: Iterable[int]) -> None:
+        """Have others() take in parameters with these ids, if some are frozen; forwards are numbered anew."""
+        if self._numbers.keys() >= set(ids):
+            return
         before = {number: parameter for parameter, number in self._numbers.items()}
         self._others()
         everything = frozenset(self._numbers.values())
-        self._forwards = [
+        self._forwards[:] = [
             everything if len(local) == len(before) else frozenset(self._numbers[before[each]] for each in local)
             for local in self._forwards
         ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,15 @@ from phalanx.testing import WorldError, oracle, run
 
 TOLERANT = {"rtol": 1e-5, "atol": 1e-6}
 LOOPBACK = {"TP_SOCKET_IFNAME": "lo"}
+
+
+Means = dict[str, Tensor | None]
+
+
+def _in_a_thread(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
 
 
 def model() -> nn.Module:
@@ -47,12 +58,12 @@ def agent(rank: int, world: int, meeting: Path) -> Iterator[None]:
         rpc.shutdown(graceful=False)
 
 
-def of_context(ddp: nn.Module, context: int) -> dict[str, Tensor | None]:
+def of_context(ddp: nn.Module, context: int) -> Means:
     found = {id(leaf): gradient for leaf, gradient in dist_autograd.get_gradients(context).items()}
     return {name.removeprefix("module."): found.get(id(p)) for name, p in ddp.named_parameters()}
 
 
-def means(world: int, steps: int = 1) -> dict[str, Tensor | None]:
+def means(world: int, steps: int = 1) -> Means:
     return oracle.gradients(model(), loss, [[batch(rank, step) for step in range(steps)] for rank in range(world)])
 
 
@@ -159,12 +170,6 @@ def test_a_rank_out_of_data_is_followed(tmp_path: Path) -> None:
     run(2, program, over="processes", env=LOOPBACK)
 
 
-def _forward_outside(ddp: DistributedDataParallel, rank: int) -> None:
-    value = loss(ddp, batch(rank))
-    with dist_autograd.context() as context:
-        dist_autograd.backward(context, [value])
-
-
 def _weighed(ddp: DistributedDataParallel, rank: int) -> None:
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [ddp.weigh(loss(ddp, batch(rank)), 2)])
@@ -185,7 +190,6 @@ def _unused_here(ddp: DistributedDataParallel, rank: int) -> None:
 
 
 @pytest.mark.parametrize(("step", "said"), [
-    (_forward_outside, "whose forward has run outside of its context"),
     (_weighed, "weigh() with torch.distributed.autograd"),
     (_policy, "sync_policy() with torch.distributed.autograd"),
     (_unused_here, "does not use parameter '2.weight' on this rank"),
@@ -200,6 +204,143 @@ def test_what_cannot_be_right_is_an_error(
     with pytest.raises(WorldError) as raised:
         run(2, program, over="processes", env=LOOPBACK)
     assert said in str(raised.value)
+
+
+def _forward_outside(ddp: DistributedDataParallel, rank: int) -> Means:
+    value = loss(ddp, batch(rank))
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [value])
+        return of_context(ddp, context)
+
+
+def _evaluated_by_another_thread(ddp: DistributedDataParallel, rank: int) -> Means:
+    with dist_autograd.context() as context:
+        value = loss(ddp, batch(rank))
+        _in_a_thread(lambda: ddp(batch(rank)[0]))
+        dist_autograd.backward(context, [value])
+        return of_context(ddp, context)
+
+
+def _a_context_inside_of_another(ddp: DistributedDataParallel, rank: int) -> Means:
+    inner: list[Means] = []
+
+    def step() -> None:
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [loss(ddp, batch(rank))])
+            inner.append(of_context(ddp, context))
+
+    with dist_autograd.context() as context:
+        value = loss(ddp, batch(rank))
+        _in_a_thread(step)
+        dist_autograd.backward(context, [value])
+        oracle.assert_close(inner[0], means(2), **TOLERANT)
+        return of_context(ddp, context)
+
+
+def _many_dead_contexts(ddp: DistributedDataParallel, rank: int) -> Means:
+    for _ in range(300):
+        with dist_autograd.context():
+            pass
+    return _forward_outside(ddp, rank)
+
+
+def _without_the_wrapper(ddp: DistributedDataParallel, rank: int) -> Means:
+    return _forward_outside(ddp.module, rank)
+
+
+def _unfrozen_after_its_forward(ddp: DistributedDataParallel, rank: int) -> Means:
+    last = ddp.module[2]
+    last.requires_grad_(False)
+    _forward_outside(ddp, rank)
+    last.requires_grad_(True)
+    return _forward_outside(ddp.module, rank)
+
+
+@pytest.mark.parametrize("step", [
+    _forward_outside, _evaluated_by_another_thread, _a_context_inside_of_another, _many_dead_contexts,
+    _without_the_wrapper, _unfrozen_after_its_forward,
+])  # fmt: skip
+def test_the_context_is_that_of_the_backward(
+    step: Callable[[DistributedDataParallel, int], Means], tmp_path: Path
+) -> None:
+    def program(rank: int) -> None:
+        with agent(rank, 2, tmp_path / "meeting"):
+            found = step(DistributedDataParallel(model()), rank)
+            oracle.assert_close({n.removeprefix("module."): g for n, g in found.items()}, means(2), **TOLERANT)
+
+    run(2, program, over="processes", env=LOOPBACK)
+
+
+def _difference(sent: Tensor, inputs: Tensor) -> Tensor:
+    """Runs on the other rank, in the context of the caller."""
+    with torch.no_grad():
+        mine = vars(_difference)["model"](inputs)
+    return sent - mine
+
+
+def test_a_forward_in_the_context_of_another_worker(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        with agent(rank, 2, tmp_path / "meeting"):
+            ddp = DistributedDataParallel(model())
+            vars(_difference)["model"] = ddp
+            ddp._group.barrier().wait()
+            inputs, _ = batch(rank)
+            with dist_autograd.context() as context:
+                sent = ddp(inputs)
+                ddp._group.barrier().wait()
+                got = rpc.rpc_sync(f"worker{1 - rank}", _difference, args=(sent, batch(1 - rank)[0]))
+                dist_autograd.backward(context, [got.sum()])
+                expected = oracle.gradients(model(), lambda m, b: m(b[0]).sum(), [[batch(0)], [batch(1)]])
+                oracle.assert_close(of_context(ddp, context), expected, **TOLERANT)
+                ddp._group.barrier().wait()
+
+    run(2, program, over="processes", env=LOOPBACK)
+
+
+class _Reentrant(torch.autograd.Function):
+    """A part of the model whose gradients a plain backward() accumulates, inside the one of the context."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, part: nn.Module) -> Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.part = part
+        return part(inputs).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        with torch.enable_grad():
+            inputs = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.part(inputs).backward(gradient)
+        return inputs.grad, None
+
+
+class _Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first, _, last = self.layers
+        return _Reentrant.apply(first(inputs), last)
+
+
+def test_a_backward_in_a_backward_accumulates_in_p_grad(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        with agent(rank, 2, tmp_path / "meeting"):
+            ddp = DistributedDataParallel(_Parts())
+            expected = oracle.gradients(
+                model(), lambda m, b: mse_loss(m[2](m[0](b[0])), b[1]), [[batch(0)], [batch(1)]]
+            )
+            with dist_autograd.context() as context:
+                dist_autograd.backward(context, [loss(ddp, batch(rank))])
+                kept = of_context(ddp, context)
+            shown = {name: p.grad for name, p in ddp.module.named_parameters()}
+            for name in expected:
+                there, elsewhere = (kept, shown) if name.startswith("0.") else (shown, kept)
+                assert elsewhere[f"layers.{name}"] is None
+                oracle.assert_close({name: there[f"layers.{name}"]}, {name: expected[name]}, **TOLERANT)
+
+    run(2, program, over="processes", env=LOOPBACK)
 
 
 def test_a_backward_that_raises_is_forgotten(tmp_path: Path) -> None:

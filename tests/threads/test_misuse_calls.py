@@ -374,7 +374,7 @@ def test_ranks_that_draw_apart_are_right_and_those_that_follow_do_not_count(othe
     class Core:
         rank = 0
 
-        def exchange(self, mine: bytes) -> list[bytes]:
+        def exchange(self, mine: bytes, _: str) -> list[bytes]:
             own = struct.unpack("<?Q", mine)[1]
             return [mine] + [b"" if each is None else struct.pack("<?Q", False, own + each) for each in others]
 
