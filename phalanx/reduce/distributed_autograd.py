@@ -80,7 +80,7 @@ class Contexts:
 
     def _alive(self) -> list[int]:
         """The contexts that are alive here. Numbers are not used twice: what was dead once stays dead."""
-        if not int(torch.distributed.autograd._get_debug_info()["num_autograd_contexts"]):
+        if not _count():
             return []
         newest = _newest()
         first = max(self._looked_at + 1, newest - _PROBED, newest & ~_OF_WORKER)
@@ -107,7 +107,7 @@ class Contexts:
             now = {leaf: there for leaf, there in _held(context).items() if id(leaf) in ours}
             if not all(_same(held.get(leaf), there) for leaf, there in now.items()):
                 changed.append({id(leaf): gradient for leaf, (gradient, _) in now.items()})
-        if accumulated and not changed:
+        if not changed and (accumulated or not _count()):
             return None
         if len(changed) != 1:
             raise MisuseError(
@@ -128,6 +128,11 @@ def _accumulating(leaf: torch.nn.Parameter) -> Node:
     if frozen:
         leaf.requires_grad_(False)
     return node
+
+
+def _count() -> int:
+    """How many contexts are alive here, of whatever worker."""
+    return int(torch.distributed.autograd._get_debug_info()["num_autograd_contexts"])
 
 
 def _is_alive(context: int) -> bool:

@@ -77,6 +77,7 @@ def test_the_context_has_the_means_and_p_grad_is_left_alone(world: int, backend:
                     dist_autograd.backward(context, [loss(ddp, batch(rank))])
                     oracle.assert_close(of_context(ddp, context), means(world), **TOLERANT)
                 assert all(p.grad is None for p in ddp.parameters())
+            torch.autograd.grad(loss(ddp, batch(rank)), list(ddp.parameters()))  # it synchronises nothing
             loss(ddp, batch(rank, 1)).backward()
             usual = oracle.gradients_of(ddp)
             oracle.assert_close(
