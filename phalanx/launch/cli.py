@@ -35,16 +35,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
+def version() -> str:
+    """The installed version of Phalanx."""
+    metadata = importlib.import_module("importlib.metadata")  # costs more than the rest of the command
+    try:
+        return str(metadata.version("phalanx-ddp"))
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
 class _Version(argparse.Action):
     """Print the version; where it stands is read only when it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        metadata = importlib.import_module("importlib.metadata")
-        try:
-            version = metadata.version("phalanx-ddp")
-        except metadata.PackageNotFoundError:
-            version = "(not installed: run from a folder)"
-        print(f"phalanx {version}")
+        print(f"phalanx {version()}")
         parser.exit()
 
 

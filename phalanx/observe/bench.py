@@ -19,13 +19,13 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from phalanx.launch.cli import version
 from phalanx.launch.spawn import SpawnError
 from phalanx.observe.bench_allreduce import measure_allreduce
 from phalanx.observe.bench_buckets import measure_buckets
@@ -169,12 +169,8 @@ def _positive(text: str) -> int:
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
-    try:
-        version = metadata.version("phalanx-ddp")
-    except metadata.PackageNotFoundError:
-        version = "(not installed)"
     return {
-        "phalanx": version,
+        "phalanx": version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpu": _cpu(),

@@ -17,10 +17,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.errors import MisuseError
-from phalanx.reduce.watch import weakly
+from phalanx.reduce.watch import thawed, weakly
 
 _is_in_use: Callable[[], bool] = getattr(torch.distributed.rpc, "_is_current_rpc_agent_set", lambda: False)
-
 
 _PROBED = 256
 """How many of this worker's contexts are looked for, from the newest one on."""
@@ -121,13 +120,8 @@ class Contexts:
 
 def _accumulating(leaf: torch.nn.Parameter) -> Node:
     """The node that accumulates the gradient of `leaf`, which may be frozen."""
-    frozen = not leaf.requires_grad
-    if frozen:
-        leaf.requires_grad_(True)
-    node = get_gradient_edge(leaf).node
-    if frozen:
-        leaf.requires_grad_(False)
-    return node
+    with thawed(leaf):
+        return get_gradient_edge(leaf).node
 
 
 def _count() -> int:

@@ -10,6 +10,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -273,10 +274,19 @@ def _hook_on(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]
     hooks = parameter._post_accumulate_grad_hooks
     if hooks is not None:
         parameter._post_accumulate_grad_hooks = hooks
+    with thawed(parameter):
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    return handle
+
+
+@contextmanager
+def thawed(parameter: torch.nn.Parameter) -> Iterator[None]:
+    """Have `parameter`, which may be frozen, require a gradient meanwhile: only such have hooks and a node."""
     frozen = not parameter.requires_grad
     if frozen:
         parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
-    if frozen:
-        parameter.requires_grad_(False)
-    return handle
+    try:
+        yield
+    finally:
+        if frozen:
+            parameter.requires_grad_(False)
