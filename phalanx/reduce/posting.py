@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from phalanx.transport.reductions import constant
 from phalanx.transport.shared_gradients import SharedGradients
 
 
@@ -67,9 +68,15 @@ class Posting:
         self._given, self._made = (), []
         self._flat.clear()
 
-    @torch.no_grad()
     def post(self, piece: int, turn: int, factor: float) -> None:
         """See SharedGradients.post."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._post(piece, turn, factor)
+        else:  # at the end of most backwards; no_grad() would take as long as to copy a small gradient
+            self._post(piece, turn, factor)
+
+    def _post(self, piece: int, turn: int, factor: float) -> None:
         slots, parts, made = self._slots[turn][piece], self._parts[piece], self._made
         if made and len(self._parts) == 1:
             torch._foreach_copy_(slots, made)
@@ -83,7 +90,7 @@ class Posting:
             if factor == 1.0:
                 slot.copy_(gradient)
             else:
-                torch.mul(gradient, factor, out=slot)
+                torch.mul(gradient, constant(factor, slot.dtype), out=slot)
 
     def _range(self, part: _Part, gradient: torch.Tensor) -> torch.Tensor:
         """A part of `gradient` as one range of memory, in the order of the gradient's place."""

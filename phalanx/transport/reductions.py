@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -166,20 +166,35 @@ def weighted_sum(parts: Sequence[torch.Tensor], scales: Sequence[float], out: to
 def summation(parts: Sequence[torch.Tensor], scales: Sequence[float], out: torch.Tensor) -> list[Callable[[], object]]:
     """Return the calls that write sum(scale x part), in order, into `out`: what is decided once, is decided here."""
     left = scale_left(scales, out.dtype)
-    if len(parts) == 2 and left == scales[0] == 0.5:
-        return [partial(torch.add, parts[0], parts[1], out=out), partial(out.mul_, left)]
-    return [partial(weighted_sum, parts, scales, out), partial(scale_into, out, left, out)]
+    plain = len(parts) == 2 and left == scales[0]
+    add = partial(torch.add, parts[0], parts[1], out=out) if plain else partial(weighted_sum, parts, scales, out)
+    if left == 1.0:
+        return [add]
+    operation, number = _scaling(left, out.dtype)
+    return [add, partial(operation, out, number, out=out)]
 
 
 def scale_into(total: torch.Tensor, scale: float, out: torch.Tensor) -> None:
     """Write total x scale into `out`, which may be `total`; where `scale` is 1/n, divide by n: that rounds once."""
-    if scale == 1.0:
-        if out is not total:
-            out.copy_(total)
-        return
+    if scale != 1.0:
+        operation, number = _scaling(scale, out.dtype)
+        operation(total, number, out=out)
+    elif out is not total:
+        out.copy_(total)
+
+
+def _scaling(scale: float, dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
     inverse = round(1 / scale) if scale else 0
     # 1/3 is no float, 1/4 is: multiplying by a power of two is exact, and faster.
     if inverse and 1 / inverse == scale and inverse & (inverse - 1):
-        torch.div(total, inverse, out=out)
-    else:
-        torch.mul(total, scale, out=out)
+        return torch.div, constant(inverse, dtype)
+    return torch.mul, constant(scale, dtype)
+
+
+@lru_cache(maxsize=64)
+def constant(number: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return `number` as a tensor without dimensions, not to be written to, to calculate with tensors of `dtype`.
+
+    Given the number itself, torch makes such a tensor at every call, which can take longer than the calculation.
+    """
+    return torch.tensor(number, dtype=dtype, device="cpu")

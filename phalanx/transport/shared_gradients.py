@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from phalanx.transport.protocol import Fence
-from phalanx.transport.reductions import summation
+from phalanx.transport.reductions import scale_into, summation
 
 Layout = Sequence[tuple[torch.dtype, int]]
 Span = tuple[int, int, int]
@@ -123,7 +123,7 @@ class SharedGradients:
 
     def _post_own(self, piece: int, turn: int, factor: float) -> None:
         for part in self.pieces[piece]:
-            torch.mul(self.own[part.region][part.start : part.stop], factor, out=self.slot(turn, part))
+            scale_into(self.own[part.region][part.start : part.stop], factor, self.slot(turn, part))
 
     def reduce(self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool = True) -> None:
         """Replace `spans` of every rank by sum(scale[r] x contribution of r), in rank order.
