@@ -39,11 +39,12 @@ def _restore(cls: type[PhalanxError], args: tuple[object, ...], fields: dict[str
 class MisuseError(PhalanxError):
     """A call that cannot be right, with what to write instead.
 
-    Fields: `what` (what happened and where), `instead` (what to write), `rank` (or None).
+    Fields: `what` (what happened and where), `instead` (what to write), `rank` (who reports, or None), `peer` (the
+    rank that made the call, if this one was only told; or None).
     """
 
-    def __init__(self, what: str, instead: str = "", rank: int | None = None) -> None:
-        self.what, self.instead, self.rank = what, instead, rank
+    def __init__(self, what: str, instead: str = "", rank: int | None = None, peer: int | None = None) -> None:
+        self.what, self.instead, self.rank, self.peer = what, instead, rank, peer
         where = "" if rank is None else f"[rank {rank}] "
         super().__init__(where + what + (f"\nInstead: {instead}" if instead else ""))
 

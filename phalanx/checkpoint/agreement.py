@@ -151,7 +151,7 @@ class Ranks:
         fields = json.loads(told)
         for kind in (CheckpointError, MisuseError):
             if fields["kind"] == kind.__name__:
-                return kind(f"(rank {peer}) {fields['what']}", fields["instead"], self.rank)
+                return kind(f"(rank {peer}) {fields['what']}", fields["instead"], self.rank, peer)
         return PeerFailedError(peer, self.rank, self.call, fields["what"], fields["traceback"])
 
 

@@ -176,14 +176,19 @@ def _formatted(error: BaseException, tb: types.TracebackType | None) -> str:
 
 
 def _spoken_of(error: BaseException) -> tuple[int | None, list[int]]:
-    """The rank that a PeerError among an exception's causes blames, and all ranks that Phalanx's errors name."""
+    """The rank that an exception, or one among its causes, came from, and all ranks that it was waiting for.
+
+    Both are read from the fields of Phalanx's errors. A rank may be told of an error that another one had, and wait
+    for nobody.
+    """
     blamed, named = None, set()
     for link in _chain(error):
         kinds = {base.__name__ for base in type(link).__mro__ if base.__module__ == _ERRORS}
-        if "PeerError" in kinds:
-            blamed = getattr(link, "peer", None)
         if "PhalanxError" in kinds:
-            spoken_of = (*getattr(link, "calls", ()), *getattr(link, "missing", ()))
+            peer = getattr(link, "peer", None)
+            blamed = peer if isinstance(peer, int) else blamed
+            missed = (peer,) if "PeerError" in kinds else ()
+            spoken_of = (*missed, *getattr(link, "calls", ()), *getattr(link, "missing", ()))
             named |= {each for each in spoken_of if isinstance(each, int)}
     return blamed, sorted(named)
 

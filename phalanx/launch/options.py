@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import MisuseError
-from phalanx.launch import drop_in, environment, machine, spellings
+from phalanx.launch import drop_in, environment, machine, report, spellings
 from phalanx.launch.cli import Parser
 from phalanx.launch.environment import Launcher, Place
 
@@ -136,7 +136,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 _EXIT_CODES = (
     "exit codes: 0 if every rank ended well, else the code of the rank that failed first (128 + signal for "
     "a death by signal, 1 for an exception); 130, 143, 129 after SIGINT, SIGTERM, SIGHUP; 2 if nothing was "
-    "started: a wrong command line, a port in use, a log that cannot be written, no loopback interface"
+    "started: a wrong command line, a port in use, a log or report that cannot be written, no loopback interface"
 )
 
 
@@ -177,8 +177,13 @@ def _checked(parser: Parser, given: argparse.Namespace) -> Options:
             os.makedirs(given.log_dir, exist_ok=True)
         except OSError as error:
             parser.error(f"--log-dir {given.log_dir}: {error.strerror}")
-    if given.report is not None and not os.path.isdir(os.path.dirname(given.report) or "."):
-        parser.error(f"--report {given.report}: there is no such folder")
+    if given.report is not None:
+        if not os.path.isdir(os.path.dirname(given.report) or os.curdir):
+            parser.error(f"--report {given.report}: there is no such folder")
+        try:
+            report.check(given.report)
+        except OSError as error:
+            parser.error(f"--report {given.report}: {error.strerror}")
     if given.threads is not None and given.threads < 1:
         parser.error(f"--threads {given.threads}: at least 1")
     threads = given.threads or environment.requested_threads() or max(1, machine.cores() // ranks)

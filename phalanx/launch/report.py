@@ -1,4 +1,4 @@
-"""The report on a failed run: one page of text, and the same as JSON. Pure, but for `write`.
+"""The report on a failed run: one page of text, and the same as JSON. Pure, but for `write` and `check`.
 
 The page ends with the traceback of the rank that failed first, because the end is what people see.
 """
@@ -6,6 +6,7 @@ The page ends with the traceback of the rank that failed first, because the end 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -66,9 +67,10 @@ class Outcome:
         early = left_early(self.endings)
         listed = [ending for ending in self.endings if ending not in early and (early or ending is not first)]
         others = len(self.endings) > 1
+        whose = f"rank {first.rank}: " if early else ""  # the line before ends with another rank's
         lines = [
             self._headline(first, early, others),
-            f"  exit code {self.exit_code} after {self.seconds:.1f} s, "
+            f"  {whose}exit code {self.exit_code} after {self.seconds:.1f} s, "
             f"pid {first.pid} on {self.host}, run {self.run_id}",
         ]
         lines += [f"  {hint}" for hint in (self._memory_hint(first), self._blame_hint(first)) if hint]
@@ -86,7 +88,7 @@ class Outcome:
     def _headline(self, first: Ending, early: Sequence[Ending], others: bool) -> str:
         if not early:
             return f"phalanx: rank {first.rank} failed{' first' if others else ''}: {first.describe()}"
-        sure = any(ending.rank in (*first.record.names, first.record.blames) for ending in early if first.record)
+        sure = any(ending.rank in first.record.names for ending in early if first.record)
         who = ", ".join(str(ending.rank) for ending in early)
         return (
             f"phalanx: rank{'s' if len(early) > 1 else ''} {who} {'left' if sure else 'probably left'} early: "
@@ -150,7 +152,7 @@ class Outcome:
 
 def write(report: dict[str, object], path: str) -> None:
     """Write a report as JSON: whole, or, with OSError, not at all."""
-    part = f"{path}.{os.getpid()}.part"
+    part = _part(path)
     try:
         with open(part, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=2)
@@ -160,6 +162,20 @@ def write(report: dict[str, object], path: str) -> None:
         with contextlib.suppress(OSError):
             os.remove(part)
         raise
+
+
+def check(path: str) -> None:
+    """Raise OSError if a report cannot be written there. Leaves nothing behind, and a report that is there alone."""
+    if os.path.isdir(path or os.curdir):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    part = _part(path)
+    with open(part, "w", encoding="utf-8"):
+        os.remove(part)
+
+
+def _part(path: str) -> str:
+    """The file that becomes the report once it is whole."""
+    return f"{path}.{os.getpid()}.part"
 
 
 def _last_words(first: Ending) -> list[str]:

@@ -1,7 +1,7 @@
 """Which rank failed first, and how each one ended. Pure: decides from what is known when all have ended.
 
 Ranks fail in a cascade: one raises, and the others lose it as a peer and raise too, sometimes ending
-earlier. A rank that recorded a PeerError blames another; one whose connection broke under another
+earlier. A rank whose error came from another one blames that; one whose connection broke under another
 library probably lost a peer; only then does time decide. A rank that ended well, and early, is no
 failure by itself; where others failed for want of it, it is named as their cause.
 """
@@ -32,7 +32,7 @@ class Record:
     """What a rank wrote about the exception that ended it.
 
     `time` is on the host's monotonic clock; `code` the exit code it is ending with; `blames` the rank
-    that a PeerError among its causes named, or None; `names` all ranks that the exception speaks of.
+    that its error came from, if that is another one; `names` all ranks that the call in question needed.
     """
 
     time: float
@@ -158,16 +158,20 @@ def first_failure(endings: Iterable[Ending]) -> Ending | None:
     """The rank whose failure the others followed, or None where no rank failed by itself.
 
     Where every failed rank here blames another one, follow the blame: to a rank of this host that
-    failed too, else to the earliest, whose own text then names the rank on another host.
+    failed too, else to the earliest, whose own text then names the rank on another host. Of ranks that
+    blame each other, the earliest.
     """
     failed = {ending.rank: ending for ending in endings if ending.state is State.FAILED}
     if not failed:
         return None
     first = min(failed.values(), key=lambda ending: (_guilt(ending), ending.failed_at))
-    seen = {first.rank}
-    while first.record is not None and first.record.blames in failed.keys() - seen:
+    path = [first.rank]
+    while first.record is not None and first.record.blames in failed:
+        if first.record.blames in path:
+            circle = path[path.index(first.record.blames) :]
+            return min((failed[rank] for rank in circle), key=lambda ending: ending.failed_at)
         first = failed[first.record.blames]
-        seen.add(first.rank)
+        path.append(first.rank)
     return first
 
 
@@ -190,7 +194,7 @@ def _missed(failed: Ending, rank: int, since: float) -> bool:
     record = failed.record
     if failed.state is not State.FAILED or record is None or record.time < since - _NOTICED_WITHIN:
         return False
-    return rank in record.names or rank == record.blames or _guilt(failed) is _Guilt.LIKELY_VICTIM
+    return rank in record.names or _guilt(failed) is _Guilt.LIKELY_VICTIM
 
 
 def shortened(text: str, limit: int = 400) -> str:

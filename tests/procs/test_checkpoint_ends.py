@@ -82,6 +82,27 @@ def test_a_last_save_that_is_lost_is_told_by_the_exit_code(tmp_path: Path) -> No
     assert "CheckpointError: the checkpoint of step 8 could not be written to saves: No space left" in done.stderr
 
 
+@pytest.mark.parametrize(("late", "folder"), [(0, "script.py/saves"), (0, "saves"), (1, "saves")])
+def test_the_page_names_the_rank_that_could_not_write(launch: Launch, late: int, folder: str) -> None:  # noqa: F811
+    """Whichever rank ends first, and whether rank 0 fails before the ranks exchange what they have, or after."""
+    code = f"""
+    import phalanx
+    phalanx.init()
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+    os.fsync = full
+    try:
+        phalanx.checkpoint.save("{folder}", step=1, extra=1)
+    finally:
+        time.sleep(0.4 * (rank == {late}))
+    """
+    done = launch.run(code, "-n", "2")
+    page = done.stderr[done.stderr.index("phalanx: rank ") :]
+    assert page.startswith("phalanx: rank 0 failed first: phalanx.checkpoint.failure.CheckpointError: [rank 0] the che")
+    assert "CheckpointError: [rank 1] (rank 0) the checkpoint of step 1 could not be written" in page
+    assert "Traceback of rank 0:" in page and ("OSError: [Errno 28]" in page or "NotADirectoryError" in page)
+
+
 def test_a_file_that_must_not_grow_is_an_error_on_both_ranks(tmp_path: Path) -> None:
     def program(rank: int) -> str:
         model = nn.Linear(100, 100)

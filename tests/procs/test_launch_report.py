@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,7 @@ def test_a_rank_that_leaves_early_is_named(launch: Launch, before: bool, end: st
     done = launch.run(EARLY.format(before=before, end=end), "-n", "2", "--report", "report.json")
     page = done.stderr[done.stderr.index("phalanx: rank 1 left early: exit code 0 while rank 0 still needed it") :]
     assert done.returncode == 1
+    assert re.match(r"  rank 0: exit code 1 after .* s, pid \d+ on ", page.splitlines()[1])
     assert "  rank 0: phalanx.errors." in page and "Traceback of rank 0:" in page
     assert "stopped by the launcher" not in page
     report = json.loads((launch.folder / "report.json").read_text())
@@ -136,6 +138,30 @@ def test_a_full_disk_stops_the_log_and_not_the_run(launch: Launch) -> None:
     assert done.stderr.count("nothing is written to logs/rank-1.log: No space left on device") == 1
     assert done.stderr.count("the report logs/report.json could not be written") == 1
     assert (launch.folder / "logs" / "rank-0.log").read_text().count("line") == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("logs", "Is a directory"), ("/proc/report.json", "No such file"), ("x" * 250, "File name too long"),
+        ("absent/report.json", "there is no such folder"), ("", "Is a directory"),
+    ],
+)  # fmt: skip
+def test_a_report_that_cannot_be_written_is_said_before_anything_starts(launch: Launch, path: str, why: str) -> None:
+    (launch.folder / "logs").mkdir()
+    done = launch.run("print('started')", "-n", "2", "--report", path)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"phalanx run: error: --report {path}: {why}") and done.stderr.count("\n") == 1
+    assert sorted(os.listdir(launch.folder)) == ["logs", "script.py"]
+
+
+def test_a_run_that_does_not_start_leaves_no_report_and_the_old_one_alone(launch: Launch) -> None:
+    (launch.folder / "old.json").write_text("old")
+    for path in ("old.json", "new.json"):
+        done = launch.run("", "-n", "2", "--threads", "0", "--report", path)
+        assert done.returncode == 2 and "--threads 0" in done.stderr
+    assert sorted(os.listdir(launch.folder)) == ["old.json", "script.py"]
+    assert (launch.folder / "old.json").read_text() == "old"
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_among_victims_the_blame_is_followed() -> None:
     endings = [Ending(rank, 10 + rank, 1, 2.0, record=record(1.0 + rank, "E", blames=rank + 1)) for rank in range(3)]
     assert first_failure(endings) is endings[2]
     circle = [Ending(rank, 10 + rank, 1, 2.0, record=record(1.0 + rank, "E", blames=1 - rank)) for rank in range(2)]
-    assert first_failure(circle) is not None
+    assert first_failure(circle) is circle[0]
 
 
 def test_ranks_that_the_launcher_stopped_have_not_failed() -> None:
@@ -93,6 +93,7 @@ def test_a_rank_that_others_missed_after_its_good_end_has_left_early() -> None:
     assert first_failure([missed, early, follower]) is missed
     report = outcome([missed, early, follower])
     assert report.text().startswith("phalanx: rank 1 left early: exit code 0 while rank 0 still needed it\n")
+    assert report.text().splitlines()[1] == "  rank 0: exit code 1 after 3.0 s, pid 10 on here, run r1"
     assert "  rank 0: RankMismatchError" in report.text() and "  rank 1:" not in report.text()
     assert report.exit_code == 1 and report.json()["left_early"] == [1]
 
@@ -106,7 +107,7 @@ def test_who_ended_well_without_being_missed_has_not_left_early() -> None:
 
 def test_a_rank_stopped_after_its_last_line_has_left_early_too() -> None:
     hung = Ending(1, 11, -15, ended=4.0, stopped=3.5, finished=2.0)
-    missed = Ending(0, 10, 1, ended=2.2, record=record(2.1, "PeerLostError", blames=1))
+    missed = Ending(0, 10, 1, ended=2.2, record=record(2.1, "PeerLostError", blames=1, names=(1,)))
     assert left_early([missed, hung]) == [hung]
     assert hung.describe() == "its script had ended well; stopped by the launcher (SIGTERM)"
 

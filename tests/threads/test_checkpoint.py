@@ -264,8 +264,9 @@ def test_a_full_disk_is_an_error_on_all_and_the_one_before_is_there(
         model = ddp(plain())
         phalanx.checkpoint.save(tmp_path, step=1, model=model)
         full.set()
-        with pytest.raises(CheckpointError, match=r"^\[rank \d\] .*of step 2 could not .*ENOSPC"):
+        with pytest.raises(CheckpointError, match=r"^\[rank \d\] .*of step 2 could not .*ENOSPC") as caught:
             phalanx.checkpoint.save(tmp_path, step=2, model=model)
+        assert (caught.value.rank, caught.value.peer) == (rank, None if rank == 0 else 0)
         handle = phalanx.checkpoint.save(tmp_path, step=3, model=model, asynchronous=True)
         with pytest.raises(CheckpointError, match="step 3 could not be written"):
             phalanx.checkpoint.save(tmp_path, step=4, model=model)  # the next call raises it

@@ -91,6 +91,7 @@ def test_a_bad_value_on_one_rank_is_an_error_on_all_and_they_go_on_together(tmp_
         with opened(tmp_path) as tracker:
             with pytest.raises(MisuseError) as wrong:
                 tracker.log({"loss": torch.ones(2) if rank == 1 else 1.0}, 1)
+            assert (wrong.value.rank, wrong.value.peer) == (rank, None if rank == 1 else 1)
             tracker.log({"loss": 1.0}, 2)
             return str(wrong.value)
 

@@ -69,7 +69,8 @@ def mean(reports: Sequence[Report | None], rank: int = 0) -> dict[str, float]:
     given = {peer: report for peer, report in enumerate(reports) if report is not None}
     for peer, each in given.items():
         if each.wrong:
-            raise MisuseError(f"{_CALL}(...) on rank {peer}: {each.wrong}", each.instead, rank)
+            told_by = peer if peer != rank else None
+            raise MisuseError(f"{_CALL}(...) on rank {peer}: {each.wrong}", each.instead, rank, told_by)
     if len({each.step for each in given.values()}) > 1:
         calls = {peer: f"{_CALL}(..., step={each.step})" for peer, each in given.items()}
         raise RankMismatchError(calls, rank, "All ranks must log the same step.")
