@@ -74,8 +74,15 @@ def transport_for(core: Group, store: dist.Store, kind: str = AUTO) -> Transport
         return Ring(core.rank, core.size, Messages(core, RING_CHANNEL))
     if kind == AUTO and core.rank == 0:
         _say_once("CPU tensors travel over gloo: not all ranks of %s are on one host and share memory", core.name)
-    timeout = timedelta(seconds=core.timeout)
-    store = dist.PrefixStore("gloo", store)
+    return over_gloo(core, store, "gloo")
+
+
+def over_gloo(core: Group, store: dist.Store, name: str) -> Backend:
+    """Make a transport over a Gloo group of its own for the ranks of `core`, `name` among its transports. Collective.
+
+    Groups of torch's that come again under one name have one store, with the addresses of the last in it.
+    """
+    timeout, store = timedelta(seconds=core.timeout), dist.PrefixStore(f"{name} of {core.name}", store)
     return Backend(inner_group("gloo", store, core.rank, core.size, timeout, core.members, core.address), "gloo")
 
 

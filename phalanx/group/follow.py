@@ -94,6 +94,7 @@ def _contribute_nothing(core: Group, transport: Transport, call: Ticket) -> None
     fence = Following(core)
     nothing = torch.zeros(call.count, dtype=dtype)
     unwanted: list[torch.Tensor | None] = [None] * core.size
+    of_root = [nothing if place == call.root else None for place in range(core.size)]
     if call.operation in (Operation.ALL_REDUCE, Operation.REDUCE):
         reduction = Reduction(call.reduction)
         fill_neutral(nothing, reduction)
@@ -105,12 +106,11 @@ def _contribute_nothing(core: Group, transport: Transport, call: Ticket) -> None
     elif call.operation is Operation.ALL_GATHER:
         transport.share(nothing, [torch.empty_like(nothing) for _ in range(core.size)], size, fence)
     elif call.operation is Operation.GATHER:
-        parts = [nothing if place == call.root else None for place in range(core.size)]
-        transport.route(parts, unwanted, size, fence)
+        transport.route(of_root, unwanted, size, fence)
     elif call.operation is Operation.BROADCAST:
-        transport.share(None, [nothing if place == call.root else None for place in range(core.size)], size, fence)
+        transport.share(None, of_root, size, fence)
     elif call.operation is Operation.SCATTER:
-        transport.route(unwanted, unwanted, size, fence)
+        transport.route(unwanted, of_root, size, fence)  # taken and dropped: over a wire its sender waits for that
     else:
         raise InternalError(f"cannot follow {call.operation.name}")
 

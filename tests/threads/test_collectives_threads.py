@@ -20,11 +20,13 @@ def test_calls_that_copy_and_add(size: int) -> None:
     assert run(size, program, timeout=40) == [9 * 4 * 3 + 3 * 5 + 3 * 8 + 7] * size
 
 
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
 @pytest.mark.parametrize("part", [
     programs.unusual_tensors, programs.sizes_and_splits, programs.objects, programs.asynchronous,
     programs.messages, programs.sub_groups,
 ])  # fmt: skip
-def test_everything_else(part: object) -> None:
+def test_everything_else(part: object, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_TRANSPORT", transport)
     run(3, part, timeout=40)
 
 

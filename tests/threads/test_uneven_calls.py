@@ -107,8 +107,13 @@ def test_reduce_scatter(size: int) -> None:
     assert run(3, program) == [[6], [6, 5], [6, 5, 3]]
 
 
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_broadcast_and_scatter_from_a_rank_that_runs(size: int) -> None:
+def test_broadcast_and_scatter_from_a_rank_that_runs(
+    size: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_TRANSPORT", transport)
+
     def program(rank: int) -> list[tuple[float, float]]:
         def call(step: int) -> tuple[float, float]:
             tensor, part = torch.full((size,), rank + 10.0 * step), torch.empty(size)
