@@ -73,7 +73,8 @@ class Ticket:
     `count` is in elements, `dtype` is a code of phalanx.group.dtypes, `tag` tells calls of one kind
     apart (a reducer's plan hash, say), `unit` and `total` are the weights of the gradient (see
     reduce/policy.py), `bitmap` holds one bit per parameter that this rank produced, `digest` stands for the
-    model of this rank (0: nothing is said of it).
+    model of this rank (0: nothing is said of it), `again` says that sums that were begun ahead of the ticket do
+    not count (see reduce/ahead.py).
     """
 
     operation: Operation
@@ -89,6 +90,7 @@ class Ticket:
     bitmap: bytes = b""
     extra: bytes = b""
     digest: int = 0
+    again: bool = False
 
     def signature(self) -> bytes:
         """The part that must be equal on all ranks, as bytes."""
@@ -98,7 +100,9 @@ class Ticket:
         """The whole ticket as bytes."""
         return (
             self.signature()
-            + PERSONAL.pack(self.state, self.weighed, self.digest, len(self.bitmap), self.unit, self.total)
+            + PERSONAL.pack(
+                self.state, self.weighed | self.again << 1, self.digest, len(self.bitmap), self.unit, self.total
+            )
             + self.bitmap
             + self.extra
         )
@@ -107,11 +111,12 @@ class Ticket:
 def decode(wire: bytes) -> Ticket:
     """Read a ticket back from its bytes."""
     operation, reduction, dtype, root, count, tag = SIGNATURE.unpack_from(wire)
-    state, weighed, digest, bits, unit, total = PERSONAL.unpack_from(wire, SIGNATURE.size)
+    state, flags, digest, bits, unit, total = PERSONAL.unpack_from(wire, SIGNATURE.size)
     start = SIGNATURE.size + PERSONAL.size
     return Ticket(
         Operation(operation), reduction, dtype, count, root, tag,
-        State(state), bool(weighed), unit, total, wire[start : start + bits], wire[start + bits :], digest,
+        State(state), bool(flags & 1), unit, total, wire[start : start + bits], wire[start + bits :], digest,
+        bool(flags & 2),
     )  # fmt: skip
 
 

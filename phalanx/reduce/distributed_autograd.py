@@ -160,6 +160,17 @@ def _same(before: tuple[torch.Tensor, int] | None, now: tuple[torch.Tensor, int]
     return before is not None and before[0] is now[0] and before[1] == now[1]
 
 
+def is_in_context() -> bool:
+    """Whether this thread is in a context."""
+    if not _is_in_use():
+        return False
+    try:
+        torch.distributed.autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
+
+
 def refuse_with_contexts(call: str, rank: int) -> NoReturn:
     """Raise MisuseError for a call whose ledgers outlive a context."""
     raise MisuseError(

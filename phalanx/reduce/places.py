@@ -9,7 +9,8 @@ data pointer, never by identity. A place whose gradient somebody keeps when it i
 left to them with all memory around it, and from then on that parameter's gradients stay where autograd makes them.
 
 A parameter whose gradient is held back (see DistributedDataParallel.sync_policy) shows no gradient between
-steps, while what it has accumulated stays in its place.
+steps, while what it has accumulated stays in its place. The place is not lent: what backward makes meanwhile is the
+user's to keep or to drop, and is added to the place when the next synchronisation begins.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.reduce.holders import Holders
 from phalanx.reduce.memory import Memory, shaped
 from phalanx.reduce.plan import NOWHERE, Plan
-from phalanx.reduce.posting import Posting, copy
+from phalanx.reduce.posting import Posting, add, copy
 
 # One pass of map() over hundreds of parameters costs a fraction of a loop's.
 _gradient, _requires_grad, _version = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
@@ -141,10 +142,9 @@ class Places:
     # -- around a backward ---------------------------------------------------------------------------
 
     def lend(self) -> Sequence[int]:
-        """Give every parameter without a gradient its place, zeroed unless it is held back there.
+        """Give every parameter without a gradient its place at home, zeroed; not where something is held back.
 
-        Staged places are lent only where something is held back. Returns the parameters that had dropped
-        their gradients.
+        Returns the parameters that had dropped their gradients.
         """
         self._leave_kept(self._holders_at_home)
         params, views = self._params, self.views
@@ -167,10 +167,9 @@ class Places:
             self._made = _NOBODY if torch.is_grad_enabled() else {i for i in empty if i not in self.held}
         dropped = [i for i in empty if i not in self.held]
         unlent = self._kept.union(self.staged)
-        zeroed = [views[i] for i in dropped if i not in unlent]
-        if zeroed:
-            torch._foreach_zero_(zeroed)
-        lent = [i for i in empty if i in self.held or i not in unlent]
+        lent = [i for i in dropped if i not in unlent]
+        if lent:
+            torch._foreach_zero_([views[i] for i in lent])
         self._begin_loan(lent, [params[i] for i in lent], [views[i] for i in lent])
         return dropped
 
@@ -210,11 +209,11 @@ class Places:
 
     # -- around a reduction --------------------------------------------------------------------------
 
-    def settle(self, produced: set[int]) -> Sequence[int]:
+    def settle(self, produced: set[int], local: Collection[int] = _NOBODY) -> Sequence[int]:
         """Have every contribution in its place, or ready to be posted; return the parameters to hand_out() to.
 
         Those are the ones whose gradient lives elsewhere. Removes from `produced` those whose gradient the
-        user has dropped.
+        user has dropped. What is held back stays as it is for parameters in `local`.
         """
         self._leave_kept(self._holders_staged)
         given = list(map(_gradient, self._params))
@@ -232,13 +231,18 @@ class Places:
         if pointers == self._pointers:
             self._set_aside(True)
             return ()
-        return self._settle_each(pointers, produced)
+        return self._settle_each(pointers, produced, local)
 
-    def _settle_each(self, pointers: Sequence[int], produced: set[int]) -> list[int]:
+    def _settle_each(self, pointers: Sequence[int], produced: set[int], local: Collection[int]) -> list[int]:
         foreign, staged = [], set(self.staged)
         for index, at in enumerate(pointers):
             view, gradient = self.views[index], self._params[index].grad
-            if gradient is None:
+            if index in self.held and gradient is not None and at != self._pointers[index]:
+                if index not in local:
+                    add(gradient, view)
+                    self._params[index].grad = self._given[index] = view
+                    self._set_aside(True)
+            elif gradient is None:
                 if index in self.held:
                     self._given[index] = view
                     self._set_aside(True)
@@ -342,6 +346,12 @@ class Places:
     @staticmethod
     def _alone(gradients: list[torch.Tensor]) -> bool:
         return max(map(getrefcount, gradients)) <= _OURS_ALONE
+
+    def drop(self, indices: Iterable[int]) -> set[int]:
+        """Have these show no gradient; return all parameters of which something is held back."""
+        for index in indices:
+            self._params[index].grad = None
+        return self.held
 
     def hold_back(self, indices: Iterable[int]) -> None:
         """Keep what these parameters have accumulated in their places, and show no gradient."""

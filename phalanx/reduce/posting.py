@@ -114,5 +114,11 @@ def copy(gradient: torch.Tensor, place: torch.Tensor) -> None:
     place.copy_(_dense(gradient))
 
 
+@torch.no_grad()
+def add(gradient: torch.Tensor, place: torch.Tensor) -> None:
+    """Add a gradient, which may be sparse, to its place."""
+    place.add_(_dense(gradient))
+
+
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -8,27 +8,27 @@ One backward, seen from here:
     flush     tickets with the used-parameter bitmap; what some rank used is reduced; commit; parameters
               that nobody used get back the gradient they had
 
-Gradients are exchanged at the end of backward, never earlier: the shared-memory transport runs in this
-thread, and a rank that waited for a bucket in the middle of its backward could hold up a collective of
-another rank's backward (SyncBatchNorm) that it only reaches afterwards.
+Nothing waits for another rank before backward has ended: a rank that waited for a bucket in the middle of its
+backward could hold up a collective of another rank's backward (SyncBatchNorm) that it only reaches afterwards.
+Over a wire, sums are begun earlier (ahead.py), and waited for here.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
 
-from phalanx.errors import InternalError, MisuseError
+from phalanx.errors import InternalError
 from phalanx.group import ticket
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.group.ticket import Operation, State, Ticket
-from phalanx.reduce import sparse
+from phalanx.reduce import sparse, weighing
 from phalanx.reduce.agreement import contributions, factors_of, used_somewhere
+from phalanx.reduce.ahead import Ahead
 from phalanx.reduce.bucket import HookRunner
 from phalanx.reduce.distributed_autograd import Contexts, refuse_with_contexts, shown
 from phalanx.reduce.model import compare_models, entries_of
@@ -36,7 +36,7 @@ from phalanx.reduce.monitor import Monitor
 from phalanx.reduce.places import Places
 from phalanx.reduce.plan import Plan, fingerprint, make_plan
 from phalanx.reduce.residue import Residue
-from phalanx.reduce.roster import reducers
+from phalanx.reduce.roster import reducers, serve_flushes
 from phalanx.reduce.schedule import Round, Schedule
 from phalanx.reduce.statistics import Statistics
 from phalanx.reduce.watch import Local, Watch, weakly
@@ -81,13 +81,13 @@ class Reducer:
         self.after_flush: list[Callable[[], None]] = []
         self.skippers: list[int] = []  # ranks that have skipped the step of the last flush
         self.runners: list[int] = []  # ranks that have run it
-        self.stale = True
         self.produced: set[int] = set()  # not synchronised since they were produced
         self.named: list[tuple[str, torch.nn.Parameter]] = []
         self.watch = Watch(weakly(self.backward_begins), weakly(self._ended), unfrozen)
         self.contexts = Contexts(weakly(self.watch.leaf_reached))
         self._local_now, self._sparse_names = local_now, sparse_names
         self._places: Places | None = None
+        self._ahead = Ahead(group)
         self._number = self._tag = -1
         reducers.add(self)
         self.adopt(named, frozen)
@@ -100,14 +100,14 @@ class Reducer:
         If one of `frozen` gets a gradient all the same, `unfrozen()` is called when that backward has ended.
         """
         pending = {self.named[index][0] for index in self.produced}
-        self.named = list(named)
-        self.parameters = [parameter for _, parameter in named]
+        self.named, self.parameters = list(named), [parameter for _, parameter in named]
         self.produced = {index for index, (name, _) in enumerate(named) if name in pending}
         self.everything = frozenset(range(len(named)))
         self.watch.put_on(self.parameters, frozen)
         self.contexts.watch(self.parameters, frozen)
         self.statistics.size = len(named)
         self.schedule.name([name for name, _ in named])
+        self._ahead.spoil()
         self.stale = True
 
     def build(self) -> None:
@@ -119,7 +119,8 @@ class Reducer:
         self._sparse = [index for index, entry in enumerate(entries) if entry.sparse]
         self._all_bits = ticket.bits(self.everything, len(self.named))
         self._elements = sum(entry.count for entry in entries)
-        self._register()
+        serve_flushes(self, self._tag)
+        self._ahead.build(self.places, self.parameters)
         size = self.group.core.size
         everything = Ticket(Operation.GRADIENTS, 0, 0, self._elements, -1, self._tag, bitmap=self._all_bits, unit=0.0)
         self._usual, self._digest = everything.encode(), 0
@@ -148,13 +149,27 @@ class Reducer:
             emptied = self._places.lend()
             if self.produced:
                 self.produced.difference_update(emptied)  # the user has dropped these
+                self.weights.dropped(bool(self.produced))
+            if self._ahead.is_on and not self._local_in(self.watch.forwards):
+                self._ahead.begins(self.watch)
 
-    def forget_backward(self) -> None:
-        """Clean up after a backward that never ended (it raised). Called at every forward."""
-        if self.watch.running:
-            self._take_back(self.watch.abandon())
-            self.contexts.forget()
-            self.weights.raised(bool(self.produced))
+    def forget_backward(self) -> bool:
+        """Clean up after a backward that never ended (it raised). Called at every forward.
+
+        Returns whether it has added to gradients that are not synchronised yet.
+        """
+        if not self.watch.running:
+            return False
+        fired = self.watch.abandon()
+        self._take_back(fired)
+        self.contexts.forget()
+        self.weights.dropped(bool(self.produced))
+        return not self.produced.isdisjoint(fired)
+
+    def drop_local(self) -> None:
+        """Drop the gradients that this rank has accumulated since the last flush, and their items."""
+        self.produced &= self.places.drop(self.produced)
+        self.weights.drop_round()
 
     def _take_back(self, kept: Collection[int]) -> None:
         if self._places is not None:
@@ -170,7 +185,7 @@ class Reducer:
         if self._places is not None and not self.stale:
             untouched = self._places.untouched()  # a hook also runs when the gradient turned out undefined
             fired = fired - untouched if untouched else fired
-        self._close_weights(bool(fired))
+        weighing.close_backward(self.weights, bool(fired), self.group.core.rank)
         if not fired and not (forwards and self.watch.is_accumulating()):
             self._take_back(_NONE)
             return
@@ -182,8 +197,11 @@ class Reducer:
             self.produced |= fired
             self.residue.left(self.parameters, self.weights)
             self.monitor.kept_local()
-        else:
-            self.flush(fired, local)
+            return
+        if local and self.weights.weighed:
+            self._take_back(fired)
+            weighing.refuse_pattern(self.weights, self.group.core.rank)
+        self.flush(fired, local)
 
     def _local_in(self, forwards: Sequence[Local]) -> Local:
         local = self._local_now()
@@ -197,9 +215,10 @@ class Reducer:
         """Synchronise what a backward of torch.distributed.autograd has left in its context; not what has `fired`."""
         self._take_back(fired)
         self.watch.take_in(gradients)
-        self._close_weights(True)
-        if self.weights.weighed or self.schedule.policies:
-            refuse_with_contexts("weigh()" if self.weights.weighed else "sync_policy()", self.group.core.rank)
+        weighing.close_backward(self.weights, True, self.group.core.rank)
+        if call := "weigh()" if self.weights.weighed else "sync_policy()" if self.schedule.policies else "":
+            self.weights.clear()
+            refuse_with_contexts(call, self.group.core.rank)
         local = self._local_in(forwards)
         if local and local >= self.everything:
             self.monitor.kept_local()  # the context adds to it
@@ -210,15 +229,6 @@ class Reducer:
                 self.flush({i for i in self.everything - local if id(self.parameters[i]) in gradients}, local)
         finally:
             self.produced = pending
-
-    def _close_weights(self, produced: bool) -> None:
-        try:
-            self.weights.backward_ended(produced)
-        except ValueError as error:
-            self.weights.clear()
-            raise MisuseError(
-                str(error), "call ddp.weigh(loss, n) on the loss of every backward, or on none", self.group.core.rank
-            ) from None
 
     # -- synchronising -------------------------------------------------------------------------------
 
@@ -231,10 +241,12 @@ class Reducer:
         started = time.perf_counter()
         self.group.drain()  # the user's asynchronous collectives come first, on every rank
         if self.stale:
+            self._ahead.finish()
             self.build()
         places = self.places
         self.produced.update(fired)
-        foreign = places.settle(self.produced)
+        foreign = places.settle(self.produced, local)
+        self._ahead.finish()
         digest = self.monitor.flushing()
         if digest != self._digest:
             self._digest, self._usual = digest, ticket.carrying(self._usual, digest)
@@ -261,12 +273,18 @@ class Reducer:
         else:
             places.take_back(shown | self.produced)
             places.hold_back(rounds.held)
+        self._over(started, usual and factors is self._mean)
+
+    def _over(self, started: float, usual: bool) -> None:
+        self._ahead.flushed(usual)
         self.weights.leave(bool(self.produced))
         self.statistics.flushed(started, self.plan)
         for call in self.after_flush:
             call()
 
     def _reduce(self, used: Sequence[int], factors: list[float], fence: Fence, takes: bool = True) -> None:
+        if self._ahead.conclude(factors is self._mean, factors[0], fence):
+            return
         if self.comm_hook is not None or (not self._posts and factors == [1.0]):
             return
         if not self._posts:
@@ -303,13 +321,12 @@ class Reducer:
     def _wire(self, each: Round) -> bytes:
         """The encoded ticket of a round; of the usual one, ready since the reducer was built."""
         weights, usual = self.weights, each.members is None and self.comm_hook is None
-        if usual and not weights.weighed and len(self.produced) == len(self.named):
+        if usual and not weights.weighed and len(self.produced) == len(self.named) and self._ahead.intact:
             return self._usual
         return self._ticket(each).encode()
 
     def _ticket(self, each: Round, state: State = State.ACTIVE, followed: int = 0) -> Ticket:
-        pending, size = self.produced, len(self.named)
-        mask, root = b"", -1
+        pending, size, mask, root = self.produced, len(self.named), b"", -1
         if each.members is not None:
             pending, mask = pending & each.members, ticket.bits(each.members, size)
             root = zlib.crc32(mask) >> 1
@@ -320,7 +337,8 @@ class Reducer:
         if state is not State.ACTIVE:
             operation, count, root, digest, bits = Operation.FOLLOW, followed, -1, 0, bits if pending else b""
         return Ticket(
-            operation, 0, 0, count, root, self.tag, state, weights.weighed, weights.unit, total, bits, mask, digest
+            operation, 0, 0, count, root, self.tag, state, weights.weighed, weights.unit, total, bits, mask, digest,
+            not self._ahead.intact,
         )  # fmt: skip
 
     @property
@@ -348,7 +366,7 @@ class Reducer:
 
     def following_ticket(self, state: State, followed: int) -> Ticket:
         """The ticket of this rank while it follows; gradients not synchronised yet go with it."""
-        self.places.settle(self.produced)
+        self.places.settle(self.produced, self._local_now())
         self.weights.enter(self.schedule.ledgers)
         return self._ticket(Round(None, next(iter(self.schedule.coming), 0)), state, followed)
 
@@ -358,7 +376,8 @@ class Reducer:
         heard = [ticket.decode(wire) for wire in got]
         mask = ticket.round_members(heard)
         own = ticket.as_contribution(heard[self.group.core.rank], self.tag, mask)
-        places.settle(self.produced)
+        places.settle(self.produced, self._local_now())
+        self._ahead.finish()
         places.post(fence.step, at_home=self.comm_hook is not None)
         fence()  # where those in the flush have exchanged tickets
         used, factors = self._agreed(got)
@@ -378,22 +397,4 @@ class Reducer:
             local = self._local_now()
             self.schedule.followed(each, local)
             self.places.hold_back(self.schedule.held() - local)
-        self.weights.leave(bool(self.produced))
-        self.statistics.flushed(began, self.plan)
-        for call in self.after_flush:
-            call()
-
-    def _register(self) -> None:
-        """Have the group hand flushes with our tag to us, for as long as we live."""
-        me = weakref.ref(self)
-
-        def handle(got: list[bytes], fence: Fence) -> Callable[[], None]:
-            reducer = me()
-            if reducer is None:
-                raise InternalError("a flush of a wrapped model that this rank has dropped")
-            return reducer.follow(got, fence)
-
-        handlers = self.group.core.handlers
-        for tag in (self._tag, self._tag ^ 1):
-            handlers[(int(Operation.GRADIENTS), tag)] = handle
-            weakref.finalize(self, handlers.pop, (int(Operation.GRADIENTS), tag), None)
+        self._over(began, usual=False)

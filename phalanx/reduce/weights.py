@@ -92,13 +92,17 @@ class Weights:
         if not pending:
             self._begin()
 
-    def raised(self, pending: bool) -> None:
-        """Drop the items of a backward that has raised; what earlier ones left stays while it is `pending`."""
+    def dropped(self, pending: bool) -> None:
+        """Drop the items of a backward that has raised; what earlier ones left too, unless it is `pending`."""
         if not pending:
             self.clear()
             return
         self._counted -= self._backward or 0.0
         self._backward = None
+
+    def drop_round(self) -> None:
+        """Drop the items counted since the last flush; ledgers keep what earlier rounds have left."""
+        self._counted, self._backward = 0.0, None
 
     def clear(self) -> None:
         """Begin anew."""
