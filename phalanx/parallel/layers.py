@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -69,9 +69,8 @@ class Layers(Wrapped):
         names = [name for name, _ in self._reducer.named]
         found = matching(names, pattern)
         if not found:
-            shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
             raise MisuseError(
-                f"the pattern {pattern!r} matches no parameter", f"one that matches some of {shown}",
+                f"the pattern {pattern!r} matches no parameter", f"one that matches some of {_some(names)}",
                 self._group.core.rank,
             )  # fmt: skip
         return found
@@ -111,9 +110,14 @@ class Layers(Wrapped):
         the last one set counts. Every rank sets the same policies between the same two steps.
         """
         names = list(self.named_module_buffers)
+        if not names:
+            raise MisuseError(
+                f"the pattern {pattern!r} matches no buffer: the model has none to keep equal",
+                "no buffer_policy() for this model", self._group.core.rank,
+            )  # fmt: skip
         if not matching(names, pattern):
             raise MisuseError(
-                f"the pattern {pattern!r} matches no buffer", f"one that matches some of {', '.join(names[:4])}",
+                f"the pattern {pattern!r} matches no buffer", f"one that matches some of {_some(names)}",
                 self._group.core.rank,
             )  # fmt: skip
         if policy not in _BUFFER_POLICIES:
@@ -176,6 +180,11 @@ class Layers(Wrapped):
         nothing = ["-"] * len(mine)
         said = self._group.core.exchange(shown.encode(), "ddp.explain(norms=True)")
         return [text.decode().split("\n") if text else nothing for text in said]
+
+
+def _some(names: Sequence[str]) -> str:
+    """Name the first few."""
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def _norm(gradient: torch.Tensor) -> float:

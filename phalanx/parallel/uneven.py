@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import isfinite
 from typing import TypeVar, cast
 
 import torch
@@ -16,10 +18,12 @@ from phalanx.group.ticket import Operation, State
 from phalanx.parallel.epochs import pass_begins
 from phalanx.parallel.join import Join
 from phalanx.parallel.wrapped import Wrapped
+from phalanx.reduce.distributed_autograd import is_in_context, refuse_with_contexts
 from phalanx.reduce.roster import flush_leftovers
 from phalanx.reduce.weighing import weigh
 
 T = TypeVar("T")
+_log = logging.getLogger("phalanx")
 
 
 class Uneven(Wrapped):
@@ -33,12 +37,12 @@ class Uneven(Wrapped):
         The synchronised gradient is then the mean over all items of all ranks and of all micro-batches since
         the last synchronisation; do not divide the loss by the number of micro-batches. The value is left
         as it is, to be logged; `phalanx.mean(value, n)` gives the global figure. n = 0 is a rank without
-        items: nothing of its loss counts, NaN included.
+        items: nothing of its loss counts, NaN included. An `n` that is no number, negative, NaN or infinite is a
+        MisuseError.
 
         Every rank must weigh, or none: anything else is a RankMismatchError. Not a collective by itself.
         """
-        if n < 0:
-            raise MisuseError(f"weigh(loss, n={n}): a negative number of items", rank=self._group.core.rank)
+        items = _items(n, self._group.core.rank)
         # Weakly: the engine keeps the graph of a backward that raised, and with it what the graph holds.
         me, rank, local = weakref.ref(self._reducer), self._group.core.rank, self._local_now()
 
@@ -58,7 +62,7 @@ class Uneven(Wrapped):
                     rank,
                 ) from None
 
-        return weigh(loss, float(n), counted)
+        return weigh(loss, items, counted)
 
     @contextmanager
     def accumulate(self, every: int, last: bool = False) -> Iterator[bool]:
@@ -104,11 +108,20 @@ class Uneven(Wrapped):
 
         Decided on this rank alone, before or after its forward, instead of its backward: a batch with NaN, a
         caught out-of-memory error, no valid sample. Afterwards this rank has the others' gradients, so that
-        it steps its optimizer as they do; what it had accumulated before in this round still counts. If all
-        ranks skip, gradients are as they were. In a micro-step that does not synchronise there is nothing
-        to do.
+        it steps its optimizer as they do; what it had accumulated before in this round still counts, unless a
+        backward has raised half way through adding to it: then it is dropped, with a warning. If all ranks skip,
+        gradients are as they were. In a micro-step that does not synchronise there is nothing more to do.
+
+        Raises MisuseError in a context of torch.distributed.autograd, to which nothing can be added from here.
         """
-        self._reducer.forget_backward()
+        if is_in_context():
+            refuse_with_contexts("skip()", self._group.core.rank)
+        if self._reducer.forget_backward():
+            self._reducer.drop_local()
+            _log.warning(
+                "[rank %d] skip(): a backward had raised half way through adding to accumulated gradients; all that "
+                "this rank had accumulated since the last synchronised step is dropped", self._group.core.rank,
+            )  # fmt: skip
         if self._local_now() >= self._reducer.everything:
             return
         follower, reducer = Follower(self._group.core), self._reducer
@@ -143,3 +156,23 @@ class Uneven(Wrapped):
             [cast(Joinable, self)], enable, throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
         )  # fmt: skip
+
+
+def _items(n: float, rank: int) -> float:
+    """A number of items, or a tensor or array that holds one, as a float; MisuseError for anything else."""
+    try:
+        if isinstance(n, torch.Tensor) and (n.numel() != 1 or n.is_complex()):
+            raise TypeError
+        negative, items = bool(n < 0), float(n)
+    except (TypeError, ValueError, ArithmeticError):
+        shape = f" of shape {tuple(n.shape)}" if isinstance(n, torch.Tensor) else ""
+        wrong = f"n): this {type(n).__name__}{shape} is not a number of items"
+    else:
+        if isfinite(items) and not negative:
+            return items
+        wrong = f"n={items:g}): {'a negative number' if negative else 'not a finite number'} of items"
+    raise MisuseError(
+        f"weigh(loss, {wrong}",
+        "ddp.weigh(loss, len(x)): as many items as the loss is a mean over, 0 where there are none",
+        rank,
+    )

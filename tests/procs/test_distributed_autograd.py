@@ -173,13 +173,21 @@ def test_a_rank_out_of_data_is_followed(tmp_path: Path) -> None:
 
 def _weighed(ddp: DistributedDataParallel, rank: int) -> None:
     with dist_autograd.context() as context:
-        dist_autograd.backward(context, [ddp.weigh(loss(ddp, batch(rank)), 2)])
+        try:
+            dist_autograd.backward(context, [ddp.weigh(loss(ddp, batch(rank)), 2)])
+        finally:  # it leaves nothing behind
+            dist_autograd.backward(context, [loss(ddp, batch(rank))])
 
 
 def _policy(ddp: DistributedDataParallel, rank: int) -> None:
     ddp.sync_policy("0.*", every=2)
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [loss(ddp, batch(rank))])
+
+
+def _skip(ddp: DistributedDataParallel, rank: int) -> None:
+    with dist_autograd.context():
+        ddp.skip()
 
 
 def _unused_here(ddp: DistributedDataParallel, rank: int) -> None:
@@ -193,6 +201,7 @@ def _unused_here(ddp: DistributedDataParallel, rank: int) -> None:
 @pytest.mark.parametrize(("step", "said"), [
     (_weighed, "weigh() with torch.distributed.autograd"),
     (_policy, "sync_policy() with torch.distributed.autograd"),
+    (_skip, "skip() with torch.distributed.autograd"),
     (_unused_here, "does not use parameter '2.weight' on this rank"),
 ])  # fmt: skip
 def test_what_cannot_be_right_is_an_error(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
-from phalanx import DistributedDataParallel
+from phalanx import DistributedDataParallel, MisuseError
 from phalanx.testing import run
 
 
@@ -118,6 +118,27 @@ def test_explain_says_what_is_local_since_when() -> None:
     assert "head.weight" in said[2] and "local, holds 2 micro-steps since synchronisation 1" in said[2]
 
 
+@pytest.mark.parametrize("pattern", ["*", "decoder"])
+def test_a_policy_for_the_buffers_of_a_model_without_any_is_refused(pattern: str) -> None:
+    def program(rank: int) -> None:
+        ddp = DistributedDataParallel(nn.Linear(2, 1))
+        with pytest.raises(phalanx.MisuseError, match="the model has none to keep equal\nInstead: no buffer_policy"):
+            ddp.buffer_policy(pattern, "mean")
+
+    run(2, program)
+
+
+def test_a_refused_pattern_names_some_that_would_match() -> None:
+    def program(rank: int) -> None:
+        ddp = DistributedDataParallel(nn.Sequential(*[nn.BatchNorm1d(1) for _ in range(2)]))
+        with pytest.raises(phalanx.MisuseError, match="some of 0.running_mean, .*, 1.running_mean, [.]{3}$"):
+            ddp.buffer_policy("decoder", "mean")
+        with pytest.raises(phalanx.MisuseError, match="some of 0.weight, 0.bias, 1.weight, 1.bias$"):
+            ddp.sync_policy("decoder")
+
+    run(2, program)
+
+
 @pytest.mark.parametrize("call", ["no_sync", "sync_policy", "buffer_policy"])
 def test_a_pattern_that_matches_nothing_is_refused(call: str) -> None:
     def program(rank: int) -> None:
@@ -211,6 +232,66 @@ def test_a_rank_that_skips_holds_back_what_it_has_accumulated() -> None:
             assert (encoder.grad is None) if step % 2 else encoder.grad.item() == {2: 5.5, 4: 6.0}[step]
 
     run(2, program)
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("raises", [True, False])
+def test_what_is_thrown_away_between_leaves_what_is_held_back(
+    raises: bool, to_none: bool, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward of 10 raises half way or stays local, and is zeroed; that of 1 was held back."""
+    monkeypatch.setenv("PHALANX_TRANSPORT", transport)
+
+    def program(rank: int) -> float:
+        ddp, encoder, head = wrapped()
+        ddp.sync_policy("encoder", every=2)
+        ddp(torch.full((1, 1), rank + 1.0)).sum().backward()
+        ddp.zero_grad(set_to_none=to_none)
+        if raises:
+            handle = head.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                ddp(torch.full((1, 1), 10.0)).sum().backward()
+            handle.remove()
+        else:
+            with ddp.no_sync():
+                ddp(torch.full((1, 1), 10.0)).sum().backward()
+        ddp.zero_grad(set_to_none=to_none)
+        ddp(torch.full((1, 1), 100.0)).sum().backward()
+        assert head.grad.item() == 100.0
+        return encoder.grad.item()
+
+    assert run(2, program) == [101.5, 101.5]
+
+
+def test_what_stays_local_on_top_of_what_is_held_back_is_exchanged_with_it() -> None:
+    def program(rank: int) -> float:
+        ddp, encoder, _ = wrapped()
+        ddp.sync_policy("encoder", every=2)
+        ddp(torch.full((1, 1), rank + 1.0)).sum().backward()
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(torch.full((1, 1), 10.0)).sum().backward()
+        with ddp.no_sync("encoder"):
+            ddp(torch.full((1, 1), 20.0)).sum().backward()
+        assert encoder.grad.item() == 30.0  # this was the second step, which would have exchanged it
+        for value in (100.0, 1000.0):
+            ddp(torch.full((1, 1), value)).sum().backward()
+        return encoder.grad.item()
+
+    assert run(2, program) == [1131.5, 1131.5]
+
+
+def test_weighing_with_some_layers_local_is_an_error_that_leaves_nothing_behind() -> None:
+    def program(rank: int) -> float:
+        ddp, encoder, _ = wrapped()
+        with ddp.no_sync("encoder"), pytest.raises(MisuseError, match="sync_policy"):
+            ddp.weigh(ddp(torch.ones(2, 1)).mean(), 2).backward()
+        ddp.zero_grad()
+        ddp.weigh(ddp(torch.full((1 + rank, 1), rank + 1.0)).mean(), 1 + rank).backward()
+        return encoder.grad.item()
+
+    assert run(2, program) == pytest.approx([5 / 3, 5 / 3])
 
 
 def test_a_rank_that_skips_does_not_wait_for_a_round_that_is_kept_local() -> None:

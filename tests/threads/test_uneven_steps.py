@@ -186,6 +186,40 @@ def test_skipping_after_a_backward_that_raised() -> None:
     assert run(2, program) == [[1.5, 1.5]] * 2
 
 
+@pytest.mark.parametrize("weighed", [True, False])
+def test_skipping_after_a_backward_that_raised_on_top_of_accumulated_gradients(
+    weighed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of it cannot be told from what was there: this rank's part of the round is dropped, and it says so."""
+
+    def program(rank: int) -> list[float]:
+        ddp = DistributedDataParallel(nn.Sequential(line(), line()))
+
+        def backward(value: float, fails: bool = False) -> None:
+            out = ddp.module[0](torch.full((1, 1), value)).clone()
+            if fails:
+                out.register_hook(_out_of_memory)
+            loss = ddp.module[1](out).mean()
+            (ddp.weigh(loss, 2 + rank) if weighed else loss).backward()
+
+        with ddp.no_sync():
+            backward(5.0)
+        if rank == 1:
+            with pytest.raises(MemoryError):
+                backward(7.0, fails=True)
+            ddp.skip()
+        else:
+            backward(9.0)
+        first = ddp.module[0].weight.grad.item()
+        ddp.zero_grad()
+        backward(rank + 1.0)
+        return [first, ddp.module[0].weight.grad.item()]
+
+    expected = [7.0, pytest.approx(8 / 5)] if weighed else [14.0, 1.5]
+    assert run(2, program) == [expected, expected]
+    assert "[rank 1] skip()" in caplog.text and "[rank 0]" not in caplog.text
+
+
 def _out_of_memory(_: torch.Tensor) -> None:
     raise MemoryError
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -146,6 +149,52 @@ def misuse(ddp: DistributedDataParallel, how: str, rank: int) -> None:
         ddp.weigh(ddp(ones(rank)).mean(), -1)
 
 
+NO_COUNTS = {
+    "minus one": (-1, "n=-1.: a negative number of items"),
+    "nan": (math.nan, "n=nan.: not a finite number of items"),
+    "inf": (math.inf, "n=inf.: not a finite number of items"),
+    "minus inf": (-math.inf, "n=-inf.: a negative number of items"),
+    "nan in a tensor": (torch.tensor(math.nan), "n=nan.: not a finite number of items"),
+    "nan of numpy": (np.float32("nan"), "n=nan.: not a finite number of items"),
+    "nan in decimal": (Decimal("nan"), "n.: this Decimal is not a number of items"),
+    "text": ("3", "n.: this str is not a number of items"),
+    "bytes": (b"3", "n.: this bytes is not a number of items"),
+    "nothing": (None, "n.: this NoneType is not a number of items"),
+    "list": ([3], "n.: this list is not a number of items"),
+    "two": (torch.tensor([3, 4]), r"n.: this Tensor of shape .2,. is not a number of items"),
+    "array of two": (np.array([3, 4]), "n.: this ndarray is not a number of items"),
+    "complex": (torch.tensor(3j), "n.: this Tensor of shape .. is not a number of items"),
+    "beyond all bounds": (10**400, "n.: this int is not a number of items"),
+}
+
+
+@pytest.mark.parametrize("which", NO_COUNTS)
+def test_what_is_no_number_of_items_is_refused_before_it_does_harm(which: str) -> None:
+    n, said = NO_COUNTS[which]
+
+    def program(rank: int) -> float:
+        ddp = DistributedDataParallel(line())
+        with pytest.raises(MisuseError, match=rf"^\[rank {rank}\] weigh.loss, {said}\nInstead: ddp.weigh") as caught:
+            ddp.weigh(ddp(ones(rank)).mean(), n)
+        assert caught.value.rank == rank and caught.value.__cause__ is None
+        ddp.weigh(ddp(ones(rank)).mean(), 1).backward()
+        return grad_of(ddp)
+
+    assert run(2, program) == [1.5, 1.5]
+
+
+@pytest.mark.parametrize(
+    "kind", [float, torch.tensor, lambda n: torch.tensor([n]), np.int64, np.float16, np.array, Decimal, Fraction]
+)
+def test_a_number_of_items_may_be_of_many_kinds(kind: Any) -> None:
+    def program(rank: int) -> float:
+        ddp = DistributedDataParallel(line())
+        ddp.weigh(ddp(ones(rank)).mean(), kind(1 + 2 * rank)).backward()
+        return grad_of(ddp)
+
+    assert run(2, program) == [1.75, 1.75]
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -200,7 +249,12 @@ def test_a_step_on_top_of_the_gradients_of_the_last_one(every: int, zeroed: str)
 
 @pytest.mark.parametrize("how", ["dropped", "zeroed", "raised"])
 @pytest.mark.parametrize("steps_before", [0, 1])
-def test_items_of_what_is_thrown_away_in_the_middle_of_a_round_do_not_count(steps_before: int, how: str) -> None:
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_items_of_what_is_thrown_away_in_the_middle_of_a_round_do_not_count(
+    transport: str, steps_before: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_TRANSPORT", transport)
+
     class Fail(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
