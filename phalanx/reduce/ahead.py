@@ -167,8 +167,7 @@ class Ahead:
         fence()
         own = self._places.memory.own  # type: ignore[union-attr]
         for unit, each in zip(self._units, begun, strict=True):
-            scale_into(each.total, scale, each.total)
-            own[unit.region][unit.start : unit.stop].copy_(each.total)
+            scale_into(each.total, scale, own[unit.region][unit.start : unit.stop])
         return True
 
     def flushed(self, usual: bool) -> None:

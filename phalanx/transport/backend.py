@@ -239,6 +239,4 @@ class BackendGradients:
             totals.append(total)
         fence()
         for (region, start, stop), total in zip(spans, totals, strict=True) if takes else ():
-            if even:
-                scale_into(total, scale, total)
-            self.own[region][start:stop].copy_(total)
+            scale_into(total, scale if even else 1.0, self.own[region][start:stop])

@@ -175,9 +175,12 @@ def summation(parts: Sequence[torch.Tensor], scales: Sequence[float], out: torch
 
 
 def scale_into(total: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """Write total x scale into `out`, which may be `total`; where `scale` is 1/n, divide by n: that rounds once."""
+    """Write total x scale into `out`, which may be `total`; where `scale` is 1/n, divide by n: that rounds once.
+
+    `out` may be narrower: it is rounded to once, after that.
+    """
     if scale != 1.0:
-        operation, number = _scaling(scale, out.dtype)
+        operation, number = _scaling(scale, total.dtype)
         operation(total, number, out=out)
     elif out is not total:
         out.copy_(total)
