@@ -19,7 +19,7 @@ one; and the oftener that was in vain, the more such flushes in a row it takes.
 
 from __future__ import annotations
 
-import time
+import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -72,15 +72,14 @@ class Ahead:
         self.is_on = False
         self.intact = True
         """Whether what this rank has begun is what it brings to the flush."""
-        self.since = 0.0
-        """When the first sum of this backward was begun (of time.perf_counter); 0 if none was."""
         self.early = 0
         """How many sums were begun before the end of the backward that was synchronised last."""
 
     def build(self, places: Places, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Begin with other places. Collective; every rank has called finish() for the sums that it had begun."""
         for each in self._begun:
-            each.work.wait()
+            with contextlib.suppress(RuntimeError):  # a rank is gone, as the next collective says
+                each.work.wait()
         self._begun, self.intact, self.is_on, self._streak = [], True, False, 0
         self._places, self._parameters = places, parameters
         overlaps = isinstance(self._group.transport, Backend) and self._group.core.size > 1
@@ -93,7 +92,7 @@ class Ahead:
 
     def begins(self, watch: Watch) -> None:
         """A backward begins that will be synchronised, seen by `watch`."""
-        self.since, self._last = 0.0, None
+        self._last = None
         if self._begun:
             self.intact = False  # begun in a backward that raised
             return
@@ -117,8 +116,6 @@ class Ahead:
             if not self._is_at_home(unit):
                 self._waiting[len(self._begun)].add(-1)  # its gradients are brought there when backward has ended
                 return
-            if not self._begun:
-                self.since = time.perf_counter()
             self._begin(unit)
 
     def _is_at_home(self, unit: Unit) -> bool:
