@@ -58,14 +58,15 @@ def transport_for(core: Group, store: dist.Store, kind: str = AUTO) -> Transport
     if core.size == 1:
         return Alone()
     can_share = core.same_host and hasattr(os, "memfd_create")
-    said = [json.loads(answer) for answer in core.exchange(json.dumps([kind, can_share]).encode(), "making a group")]
-    if any(other != kind for other, _ in said):
+    mine = json.dumps([kind, can_share, uuid.uuid4().hex]).encode()
+    said = [json.loads(answer) for answer in core.exchange(mine, "making a group")]
+    if any(other != kind for other, _, _ in said):
         raise RankMismatchError(
-            {rank: f"making a group with transport={other!r}" for rank, (other, _) in enumerate(said)},
+            {rank: f"making a group with transport={other!r}" for rank, (other, _, _) in enumerate(said)},
             core.rank,
             "Every rank must ask for the same transport.",
         )
-    everywhere = all(can for _, can in said)
+    everywhere = all(can for _, can, _ in said)
     if kind == SHARED_MEMORY and not everywhere:
         raise MisuseError("transport='shared memory' for ranks on several hosts", "transport='auto'", core.rank)
     if kind in (AUTO, SHARED_MEMORY) and everywhere:
@@ -74,15 +75,9 @@ def transport_for(core: Group, store: dist.Store, kind: str = AUTO) -> Transport
         return Ring(core.rank, core.size, Messages(core, RING_CHANNEL))
     if kind == AUTO and core.rank == 0:
         _say_once("CPU tensors travel over gloo: not all ranks of %s are on one host and share memory", core.name)
-    return over_gloo(core, store, "gloo")
-
-
-def over_gloo(core: Group, store: dist.Store, name: str) -> Backend:
-    """Make a transport over a Gloo group of its own for the ranks of `core`, `name` among its transports. Collective.
-
-    Groups of torch's that come again under one name have one store, with the addresses of the last in it.
-    """
-    timeout, store = timedelta(seconds=core.timeout), dist.PrefixStore(f"{name} of {core.name}", store)
+    timeout = timedelta(seconds=core.timeout)
+    # A group that comes again under its name finds the addresses of the last in its store.
+    store = dist.PrefixStore(f"gloo {said[0][2]}", store)
     return Backend(inner_group("gloo", store, core.rank, core.size, timeout, core.members, core.address), "gloo")
 
 

@@ -73,8 +73,7 @@ class Ticket:
     `count` is in elements, `dtype` is a code of phalanx.group.dtypes, `tag` tells calls of one kind
     apart (a reducer's plan hash, say), `unit` and `total` are the weights of the gradient (see
     reduce/policy.py), `bitmap` holds one bit per parameter that this rank produced, `digest` stands for the
-    model of this rank (0: nothing is said of it), `again` says that sums that were begun ahead of the ticket do
-    not count (see reduce/ahead.py).
+    model of this rank (0: nothing is said of it).
     """
 
     operation: Operation
@@ -90,7 +89,6 @@ class Ticket:
     bitmap: bytes = b""
     extra: bytes = b""
     digest: int = 0
-    again: bool = False
 
     def signature(self) -> bytes:
         """The part that must be equal on all ranks, as bytes."""
@@ -100,9 +98,7 @@ class Ticket:
         """The whole ticket as bytes."""
         return (
             self.signature()
-            + PERSONAL.pack(
-                self.state, self.weighed | self.again << 1, self.digest, len(self.bitmap), self.unit, self.total
-            )
+            + PERSONAL.pack(self.state, self.weighed, self.digest, len(self.bitmap), self.unit, self.total)
             + self.bitmap
             + self.extra
         )
@@ -111,12 +107,11 @@ class Ticket:
 def decode(wire: bytes) -> Ticket:
     """Read a ticket back from its bytes."""
     operation, reduction, dtype, root, count, tag = SIGNATURE.unpack_from(wire)
-    state, flags, digest, bits, unit, total = PERSONAL.unpack_from(wire, SIGNATURE.size)
+    state, weighed, digest, bits, unit, total = PERSONAL.unpack_from(wire, SIGNATURE.size)
     start = SIGNATURE.size + PERSONAL.size
     return Ticket(
         Operation(operation), reduction, dtype, count, root, tag,
-        State(state), bool(flags & 1), unit, total, wire[start : start + bits], wire[start + bits :], digest,
-        bool(flags & 2),
+        State(state), bool(weighed), unit, total, wire[start : start + bits], wire[start + bits :], digest,
     )  # fmt: skip
 
 

@@ -8,9 +8,9 @@ One backward, seen from here:
     flush     tickets with the used-parameter bitmap; what some rank used is reduced; commit; parameters
               that nobody used get back the gradient they had
 
-Nothing waits for another rank before backward has ended: a rank that waited for a bucket in the middle of its
-backward could hold up a collective of another rank's backward (SyncBatchNorm) that it only reaches afterwards.
-Over a wire, sums are begun earlier (ahead.py), and waited for here.
+Gradients are exchanged at the end of backward, never earlier: the shared-memory transport runs in this
+thread, and a rank that waited for a bucket in the middle of its backward could hold up a collective of
+another rank's backward (SyncBatchNorm) that it only reaches afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.group.ticket import Operation, State, Ticket
 from phalanx.reduce import sparse, weighing
 from phalanx.reduce.agreement import contributions, factors_of, used_somewhere
-from phalanx.reduce.ahead import Ahead
 from phalanx.reduce.bucket import HookRunner
 from phalanx.reduce.distributed_autograd import Contexts, refuse_with_contexts, shown
 from phalanx.reduce.model import compare_models, entries_of
@@ -81,13 +80,13 @@ class Reducer:
         self.after_flush: list[Callable[[], None]] = []
         self.skippers: list[int] = []  # ranks that have skipped the step of the last flush
         self.runners: list[int] = []  # ranks that have run it
+        self.stale = True
         self.produced: set[int] = set()  # not synchronised since they were produced
         self.named: list[tuple[str, torch.nn.Parameter]] = []
         self.watch = Watch(weakly(self.backward_begins), weakly(self._ended), unfrozen)
         self.contexts = Contexts(weakly(self.watch.leaf_reached))
         self._local_now, self._sparse_names = local_now, sparse_names
         self._places: Places | None = None
-        self._ahead = Ahead(group)
         self._number = self._tag = -1
         reducers.add(self)
         self.adopt(named, frozen)
@@ -100,14 +99,14 @@ class Reducer:
         If one of `frozen` gets a gradient all the same, `unfrozen()` is called when that backward has ended.
         """
         pending = {self.named[index][0] for index in self.produced}
-        self.named, self.parameters = list(named), [parameter for _, parameter in named]
+        self.named = list(named)
+        self.parameters = [parameter for _, parameter in named]
         self.produced = {index for index, (name, _) in enumerate(named) if name in pending}
         self.everything = frozenset(range(len(named)))
         self.watch.put_on(self.parameters, frozen)
         self.contexts.watch(self.parameters, frozen)
         self.statistics.size = len(named)
         self.schedule.name([name for name, _ in named])
-        self._ahead.spoil()
         self.stale = True
 
     def build(self) -> None:
@@ -120,7 +119,6 @@ class Reducer:
         self._all_bits = ticket.bits(self.everything, len(self.named))
         self._elements = sum(entry.count for entry in entries)
         serve_flushes(self, self._tag)
-        self._ahead.build(self.places, self.parameters)
         size = self.group.core.size
         everything = Ticket(Operation.GRADIENTS, 0, 0, self._elements, -1, self._tag, bitmap=self._all_bits, unit=0.0)
         self._usual, self._digest = everything.encode(), 0
@@ -150,8 +148,6 @@ class Reducer:
             if self.produced:
                 self.produced.difference_update(emptied)  # the user has dropped these
                 self.weights.dropped(bool(self.produced))
-            if self._ahead.is_on and not self._local_in(self.watch.forwards):
-                self._ahead.begins(self.watch)
 
     def forget_backward(self) -> bool:
         """Clean up after a backward that never ended (it raised). Called at every forward.
@@ -241,12 +237,10 @@ class Reducer:
         started = time.perf_counter()
         self.group.drain()  # the user's asynchronous collectives come first, on every rank
         if self.stale:
-            self._ahead.finish()
             self.build()
         places = self.places
         self.produced.update(fired)
         foreign = places.settle(self.produced, local)
-        self._ahead.finish()
         digest = self.monitor.flushing()
         if digest != self._digest:
             self._digest, self._usual = digest, ticket.carrying(self._usual, digest)
@@ -273,18 +267,15 @@ class Reducer:
         else:
             places.take_back(shown | self.produced)
             places.hold_back(rounds.held)
-        self._over(started, usual and factors is self._mean)
+        self._over(started)
 
-    def _over(self, started: float, usual: bool) -> None:
-        self._ahead.flushed(usual)
+    def _over(self, started: float) -> None:
         self.weights.leave(bool(self.produced))
         self.statistics.flushed(started, self.plan)
         for call in self.after_flush:
             call()
 
     def _reduce(self, used: Sequence[int], factors: list[float], fence: Fence, takes: bool = True) -> None:
-        if self._ahead.conclude(factors is self._mean, factors[0], fence):
-            return
         if self.comm_hook is not None or (not self._posts and factors == [1.0]):
             return
         if not self._posts:
@@ -321,12 +312,13 @@ class Reducer:
     def _wire(self, each: Round) -> bytes:
         """The encoded ticket of a round; of the usual one, ready since the reducer was built."""
         weights, usual = self.weights, each.members is None and self.comm_hook is None
-        if usual and not weights.weighed and len(self.produced) == len(self.named) and self._ahead.intact:
+        if usual and not weights.weighed and len(self.produced) == len(self.named):
             return self._usual
         return self._ticket(each).encode()
 
     def _ticket(self, each: Round, state: State = State.ACTIVE, followed: int = 0) -> Ticket:
-        pending, size, mask, root = self.produced, len(self.named), b"", -1
+        pending, size = self.produced, len(self.named)
+        mask, root = b"", -1
         if each.members is not None:
             pending, mask = pending & each.members, ticket.bits(each.members, size)
             root = zlib.crc32(mask) >> 1
@@ -337,8 +329,7 @@ class Reducer:
         if state is not State.ACTIVE:
             operation, count, root, digest, bits = Operation.FOLLOW, followed, -1, 0, bits if pending else b""
         return Ticket(
-            operation, 0, 0, count, root, self.tag, state, weights.weighed, weights.unit, total, bits, mask, digest,
-            not self._ahead.intact,
+            operation, 0, 0, count, root, self.tag, state, weights.weighed, weights.unit, total, bits, mask, digest
         )  # fmt: skip
 
     @property
@@ -377,7 +368,6 @@ class Reducer:
         mask = ticket.round_members(heard)
         own = ticket.as_contribution(heard[self.group.core.rank], self.tag, mask)
         places.settle(self.produced, self._local_now())
-        self._ahead.finish()
         places.post(fence.step, at_home=self.comm_hook is not None)
         fence()  # where those in the flush have exchanged tickets
         used, factors = self._agreed(got)
@@ -397,4 +387,4 @@ class Reducer:
             local = self._local_now()
             self.schedule.followed(each, local)
             self.places.hold_back(self.schedule.held() - local)
-        self._over(began, usual=False)
+        self._over(began)

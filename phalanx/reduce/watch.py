@@ -50,9 +50,8 @@ class _Noted(list[torch.Tensor]):
     list's own append. The class says which of the two it is, never a flag beside it.
     """
 
-    __slots__ = ("__weakref__", "arm", "tell")
+    __slots__ = ("__weakref__", "arm")
     arm: Callable[[], None]
-    tell: Callable[[torch.Tensor], None]
 
 
 class _Waiting(_Noted):
@@ -70,16 +69,6 @@ class _Noting(_Noted):
 
     __slots__ = ()
     __call__ = list.append
-
-
-class _Telling(_Noted):
-    """The same, and somebody wants to hear of each parameter at once."""
-
-    __slots__ = ()
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self.append(parameter)
-        self.tell(parameter)
 
 
 class _Dropped(_Noted):
@@ -117,7 +106,7 @@ class Watch:
         self._begins, self._ended, self._others = begins, ended, others
         self._numbers: dict[int, int] = {}
         self._handles: list[RemovableHandle] = []
-        self._noted: _Waiting | _Noting | _Telling | _Dropped = _Waiting()
+        self._noted: _Waiting | _Noting | _Dropped = _Waiting()
         self._noted.arm = weakly(self._arm)
         self._forwards: list[Local] = []
         self._announcer: tuple[Local, Callable[[torch.Tensor], None] | None] = (frozenset(), None)
@@ -177,16 +166,6 @@ class Watch:
         if not self._running:
             self._running, self._thread = True, get_ident()
             self._begins()
-
-    def tell(self, hear: Callable[[torch.Tensor], None]) -> None:
-        """In this backward, call `hear` with each parameter whose hook runs."""
-        self._noted.tell = hear
-        self._noted.__class__ = _Telling
-
-    @property
-    def forwards(self) -> Sequence[Local]:
-        """What was given to output_reached() in this backward so far."""
-        return self._forwards
 
     @property
     def running(self) -> bool:

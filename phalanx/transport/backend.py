@@ -85,7 +85,7 @@ class Backend:
         options = dist.BroadcastOptions()
         options.rootRank = root
         tensor = mine if root == self._rank else outputs[root]
-        self.finish(self._group.broadcast([_bytes(tensor)], options), fence)  # type: ignore[arg-type]
+        self._finish(self._group.broadcast([_bytes(tensor)], options), fence)  # type: ignore[arg-type]
 
     def route(
         self,
@@ -113,7 +113,7 @@ class Backend:
             works = [self._group._end_coalescing(device)]
         for work in works:
             if work is not None:
-                self.finish(work, fence)
+                self._finish(work, fence)
 
     def close(self) -> None:
         """See Transport.close."""
@@ -127,7 +127,7 @@ class Backend:
             total = flat.to(torch.uint8)
             self._reduce_here(total, _OPS_ON_BOOL[reduction], root, fence)
             return (total & 1).to(torch.bool)
-        wide = wide_dtype(flat.dtype)
+        wide = _wide_dtype(flat.dtype)
         if reduction not in _OPS or (flat.dtype.is_complex and reduction not in _SUMS) or flat.dtype is torch.uint64:
             parts = [part.view(flat.dtype) for part in self._gathered(_bytes(flat), fence)]
             out = torch.empty_like(flat)
@@ -145,24 +145,18 @@ class Backend:
         if root < 0:
             options: Any = dist.AllreduceOptions()
             options.reduceOp = ReduceOp(op)
-            self.finish(self._group.allreduce([total], options), fence)
+            self._finish(self._group.allreduce([total], options), fence)
         else:
             options = dist.ReduceOptions()
             options.reduceOp, options.rootRank = ReduceOp(op), root
-            self.finish(self._group.reduce([total], options), fence)
+            self._finish(self._group.reduce([total], options), fence)
 
     def _gathered(self, mine: torch.Tensor, fence: Fence) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self._size)]
-        self.finish(self._group.allgather([parts], [mine]), fence)
+        self._finish(self._group.allgather([parts], [mine]), fence)
         return parts
 
-    def begin_sum(self, total: torch.Tensor) -> Any:
-        """Begin to add up `total` of all ranks, in place, which finish() waits for. Every rank, in the same order."""
-        options: Any = dist.AllreduceOptions()
-        return self._group.allreduce([torch.view_as_real(total) if total.is_complex() else total], options)
-
-    def finish(self, work: Any, fence: Fence) -> None:
-        """Wait for a call of the backend; when it fails, for the error that says which rank is gone."""
+    def _finish(self, work: Any, fence: Fence) -> None:
         try:
             work.wait()
         except RuntimeError:
@@ -170,7 +164,7 @@ class Backend:
             raise
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a backend adds up contributions of `dtype`: wide enough, and one that it knows."""
     if is_narrow(dtype):
         return torch.float32
@@ -230,7 +224,7 @@ class BackendGradients:
         totals = []
         for region, start, stop in spans:
             given = self.own[region][start:stop]
-            total = given.to(wide_dtype(given.dtype), copy=True)
+            total = given.to(_wide_dtype(given.dtype), copy=True)
             if not scale:
                 total.zero_()
             elif not even:

@@ -269,3 +269,20 @@ def assert_gone(pid: int, seconds: float = 3.0) -> None:
             return
         time.sleep(0.02)
     raise AssertionError(f"process {pid} lives on")
+
+
+def test_a_world_that_is_made_again_over_gloo() -> None:
+    """The launcher's store still has the addresses of the last one."""
+
+    def program(rank: int) -> list[float]:
+        found = []
+        for _ in range(3):
+            if not dist.is_initialized():
+                dist.init_process_group("phalanx")
+            total = torch.full((5,), rank + 1.0)
+            dist.all_reduce(total)
+            found.append(total[0].item())
+            dist.destroy_process_group()
+        return found
+
+    assert run(2, program, over="processes", env={"PHALANX_TRANSPORT": "gloo"}) == [[3.0] * 3] * 2
