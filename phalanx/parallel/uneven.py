@@ -18,7 +18,7 @@ from phalanx.group.ticket import Operation, State
 from phalanx.parallel.epochs import pass_begins
 from phalanx.parallel.join import Join
 from phalanx.parallel.wrapped import Wrapped
-from phalanx.reduce.distributed_autograd import is_in_context, refuse_with_contexts
+from phalanx.reduce.distributed_autograd import current_context, refuse_with_contexts
 from phalanx.reduce.roster import flush_leftovers
 from phalanx.reduce.weighing import weigh
 
@@ -114,7 +114,7 @@ class Uneven(Wrapped):
 
         Raises MisuseError in a context of torch.distributed.autograd, to which nothing can be added from here.
         """
-        if is_in_context():
+        if current_context() is not None:
             refuse_with_contexts("skip()", self._group.core.rank)
         if self._reducer.forget_backward():
             self._reducer.drop_local()

@@ -65,11 +65,8 @@ class Contexts:
             return
         if parameters is not self._leaves[0]:
             self.watch(parameters, frozen())
-        try:
-            entered = torch.distributed.autograd._current_context()._context_id()
-        except RuntimeError:
-            return
-        if entered not in self._entered:
+        entered = current_context()
+        if entered is not None and entered not in self._entered:
             self._entered = [*self._entered, entered][-_REMEMBERED:]
 
     def _node_reached(self, _: Sequence[torch.Tensor]) -> None:
@@ -160,15 +157,14 @@ def _same(before: tuple[torch.Tensor, int] | None, now: tuple[torch.Tensor, int]
     return before is not None and before[0] is now[0] and before[1] == now[1]
 
 
-def is_in_context() -> bool:
-    """Whether this thread is in a context."""
+def current_context() -> int | None:
+    """The number of the context that this thread is in; None if it is in none."""
     if not _is_in_use():
-        return False
+        return None
     try:
-        torch.distributed.autograd._current_context()
+        return int(torch.distributed.autograd._current_context()._context_id())
     except RuntimeError:
-        return False
-    return True
+        return None
 
 
 def refuse_with_contexts(call: str, rank: int) -> NoReturn:

@@ -209,7 +209,7 @@ class Places:
 
     # -- around a reduction --------------------------------------------------------------------------
 
-    def settle(self, produced: set[int], local: Collection[int] = _NOBODY) -> Sequence[int]:
+    def settle(self, produced: set[int], local: Collection[int]) -> Sequence[int]:
         """Have every contribution in its place, or ready to be posted; return the parameters to hand_out() to.
 
         Those are the ones whose gradient lives elsewhere. Removes from `produced` those whose gradient the
