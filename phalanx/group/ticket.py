@@ -192,10 +192,13 @@ def of_followers(wires: Iterable[bytes], said: Iterable[Ticket]) -> list[bytes]:
 
 
 def as_contribution(t: Ticket, tag: int, mask: bytes) -> Ticket:
-    """Read a follower's ticket in a round of the flush `tag`: gradients of it that it has left count, no others."""
+    """Read a follower's ticket in a round of the flush `tag`: gradients of it that it has left count, no others.
+
+    Items that it has counted for the round count too, if it has used none of the parameters.
+    """
     if t.state is State.ACTIVE:
         return t
     left = int.from_bytes(t.bitmap, "little")
     if left and t.tag == tag and (not mask or left & int.from_bytes(mask, "little")):
         return replace(t, state=State.ACTIVE)
-    return replace(t, bitmap=b"", weighed=False)
+    return replace(t, bitmap=b"", weighed=t.weighed and t.tag == tag)

@@ -153,8 +153,8 @@ def drop_in(text: str) -> tuple[str, ...]:
 
 
 def variable(name: str, default: str, env: Mapping[str, str] = os.environ) -> str:
-    """Read one variable for a report; nothing is decided by it."""
-    return env.get(name, default)
+    """Read one variable; an empty one is as none."""
+    return env.get(name) or default
 
 
 def visible_cuda_devices(present: int, env: Mapping[str, str] = os.environ) -> int:

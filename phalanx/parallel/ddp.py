@@ -179,7 +179,9 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
     def _follow_model(self) -> None:
         """Pick up parameters that were frozen, unfrozen, replaced or added since the last forward."""
         structure = self._structure
-        if not structure.is_as_before(with_dtypes=self._low is None):
+        if self._guard is not None:
+            self._guard.forwards += 1
+        if not structure.is_as_before(unconverted=self._low is None):
             if structure.is_borrowed():
                 return  # for this forward
             hooked = {id(p) for p in self._reducer.parameters}

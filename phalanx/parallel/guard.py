@@ -9,10 +9,11 @@ by torch's own hook before every step; nothing of torch's is replaced.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
@@ -51,6 +52,10 @@ class Guard(Monitor):
         self._kept: list[tuple[int, int]] = []  # parameters whose gradients are local, and these gradients' versions
         self._warned: set[str] = set()
         self._seeds_compared = self._begun = False
+        self._model = weakref.ref(model)
+        self.forwards = 0  # of the wrapper, so far; and when the last backward ended, and at the last optimizer step
+        self._at_backward = self._at_step = 0
+        self._unseen: list[tuple[str, nn.Parameter]] = []
         _watch(self)
 
     # -- see Monitor ---------------------------------------------------------------------------------
@@ -58,6 +63,7 @@ class Guard(Monitor):
     def begins(self) -> None:
         """See Monitor."""
         self._before_sync = True
+        self._see_conversions()
         if self._kept or not self._begun:
             reducer = self._reducer()
             if reducer is not None:
@@ -90,6 +96,33 @@ class Guard(Monitor):
         reducer = self._reducer()
         if reducer is not None and reducer.produced:
             self.kept_local()
+
+    # -- what has changed without a forward of the wrapper, which looks ------------------------------
+
+    def unwatched(self) -> Sequence[torch.Tensor]:
+        """See Monitor."""
+        unseen = self._unseen_since(self._at_backward)
+        self._at_backward = self.forwards
+        return [parameter for _, parameter in unseen if parameter.grad is not None]
+
+    def _see_conversions(self) -> None:
+        """Have places made for parameters of another dtype or memory format."""
+        model = self._model()
+        if model is not None and self._has_changed(model, self._at_backward) and model._structure.is_converted():
+            model._reducer.stale = True
+            model._remember_structure()
+
+    def _unseen_since(self, forwards: int) -> list[tuple[str, nn.Parameter]]:
+        """Parameters without a hook, if the wrapper had this many forwards and none after."""
+        model = self._model()
+        if model is None or not self._has_changed(model, forwards):
+            return []
+        return list(model._structure.unhooked(model._trainable()))
+
+    def _has_changed(self, model: Wrapped, forwards: int) -> bool:
+        if self.forwards != forwards or model._low is not None or model._structure.is_as_before():
+            return False
+        return not model._structure.is_borrowed()
 
     # -- what can be wrong ---------------------------------------------------------------------------
 
@@ -126,7 +159,11 @@ class Guard(Monitor):
     def is_suspicious(self) -> bool:
         """Whether an optimizer that steps now may step on gradients that are not synchronised."""
         reducer = self._reducer()
-        return reducer is not None and (bool(reducer.produced) or (self._before_sync and reducer.watch.running))
+        if reducer is None:
+            return False
+        self._unseen = self._unseen_since(self._at_step)
+        self._at_step = self.forwards
+        return bool(self._unseen or reducer.produced) or (self._before_sync and reducer.watch.running)
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Look at an optimizer that is about to step; it may be that of another model."""
@@ -134,29 +171,28 @@ class Guard(Monitor):
         if reducer is None or self._core.size == 1:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if stepped.isdisjoint(map(id, reducer.parameters)):
-            return
         kind, running = type(optimizer).__name__, self._before_sync and reducer.watch.running
-        if running and current_task() != -1:
+        if running and current_task() != -1 and not stepped.isdisjoint(map(id, reducer.parameters)):
             misuse.refuse(
                 "step-in-backward", f"{kind}.step() while backward is running: gradients are synchronised when it ends",
                 "step after backward(); or torch.distributed.optim._apply_optimizer_in_backward(...), whose optimizers "
                 "step as soon as gradients are synchronised", self._core.rank,
             )  # fmt: skip
-        early = [index for index in _pending(reducer) if id(reducer.parameters[index]) in stepped]
+        early = dict(self._unseen)
+        early.update(reducer.named[index] for index in sorted(_pending(reducer)))
         if running:  # it has raised, or goes on in another thread
             begun = set(map(id, reducer.watch.noted))
-            early += [i for i, each in enumerate(reducer.parameters) if id(each) in begun & stepped and i not in early]
-        self.drift.apart.update(id(reducer.parameters[index]) for index in early)
+            early.update((name, parameter) for name, parameter in reducer.named if id(parameter) in begun)
+        early = {name: p for name, p in early.items() if p.grad is not None and id(p) in stepped}
+        self.drift.apart.update(map(id, early.values()))
         if early and "unsynchronised-step" not in self._warned:
             self._warned.add("unsynchronised-step")
-            names = [reducer.named[index][0] for index in sorted(early)]
             misuse.warn(
                 "unsynchronised-step",
-                f"{kind}.step() on gradients that are not synchronised ({_named(names)}): every rank steps its replica "
-                "by its own gradient, and the replicas become different models. They are not compared any more",
-                "step after the backward that synchronises, which is one outside of no_sync():\n         "
-                + _ACCUMULATING, self._core.rank,
+                f"{kind}.step() on gradients that are not synchronised ({_named(list(early))}): every rank steps its "
+                "replica by its own gradient, and the replicas become different models. They are not compared any more",
+                "step after the backward that synchronises, which is one outside of no_sync(), and of which the "
+                f"forward was that of the wrapped model if it has changed:\n         {_ACCUMULATING}", self._core.rank,
             )  # fmt: skip
 
 

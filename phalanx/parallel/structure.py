@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
+import torch
 from torch import nn
 
 # One pass of map() over hundreds of parameters costs a fraction of a loop's.
-_identity, _requires_grad, _dtype = attrgetter("_cdata"), attrgetter("requires_grad"), attrgetter("dtype")
+_identity, _requires_grad = attrgetter("_cdata"), attrgetter("requires_grad")
+_address = torch.Tensor.data_ptr
 _END = object()
 
 
@@ -30,17 +32,21 @@ class Structure:
         self.buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
         self.parameters = [p for name, p in module.named_parameters() if name not in ignored]
         self._required = list(map(_requires_grad, self.parameters))
-        self._dtypes = list(map(_dtype, self.parameters))
+        self._addresses = list(map(_address, self.parameters))
+        self._forms = list(map(_form, self.parameters))
         self._hooked = hooked
         self._identities = list(map(_identity, hooked))
 
-    def is_as_before(self, with_dtypes: bool) -> bool:
-        """Whether the parameters and modules are the same, need gradients as before and have their hooks."""
+    def is_as_before(self, unconverted: bool = True) -> bool:
+        """Whether the parameters and modules are the same, need gradients as before and have their hooks.
+
+        With `unconverted`, whether they also have the dtypes, shapes and memory formats that they had.
+        """
         return (
             all(map(is_, _values(self._holding), self._held))
             and not self.is_swapped()
             and list(map(_requires_grad, self.parameters)) == self._required
-            and not (with_dtypes and self.is_converted())
+            and not (unconverted and self.is_converted())
         )
 
     def has_its_buffers(self) -> bool:
@@ -52,13 +58,31 @@ class Structure:
         return list(map(_identity, self._hooked)) != self._identities
 
     def is_converted(self) -> bool:
-        """Whether a parameter has changed its dtype."""
-        return not all(map(is_, map(_dtype, self.parameters), self._dtypes))
+        """Whether a parameter has changed its dtype, shape or memory format: its gradient is to have the same.
+
+        That comes with other memory, which is quicker to see.
+        """
+        addresses = list(map(_address, self.parameters))
+        if addresses == self._addresses:
+            return False
+        if list(map(_form, self.parameters)) != self._forms:
+            return True
+        self._addresses = addresses
+        return False
+
+    def unhooked(self, named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of `named` without a hook: they are new, or swapped."""
+        hooked = dict(zip(map(id, self._hooked), self._identities, strict=True))
+        return ((name, p) for name, p in named if hooked.get(id(p)) != p._cdata)
 
     def is_borrowed(self) -> bool:
         """Whether torch.func.functional_call has put tensors that are no parameters in their place."""
         held = chain.from_iterable(d.values() for d in self._parameter_dicts)
         return not all(isinstance(p, nn.Parameter) for p in held if p is not None)
+
+
+def _form(parameter: nn.Parameter) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    return parameter.dtype, parameter.shape, parameter.stride()
 
 
 def _values(dicts: Iterable[dict[str, Any]]) -> Iterable[object]:

@@ -13,7 +13,9 @@ from torch import nn
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.parallel.buffers import Broadcaster
 from phalanx.parallel.logging_data import LoggingData
+from phalanx.parallel.mixed_precision import LowPrecision
 from phalanx.parallel.options import Options
+from phalanx.parallel.structure import Structure
 from phalanx.reduce.reducer import Reducer
 from phalanx.reduce.watch import Local
 
@@ -37,6 +39,9 @@ class Wrapped(nn.Module):
     _local_now: Callable[[], Local]
     _attach: Callable[[PhalanxProcessGroup], None]
     _remember_structure: Callable[[], None]
+    _structure: Structure
+    _trainable: Callable[[], list[tuple[str, nn.Parameter]]]
+    _low: LowPrecision | None
     require_backward_grad_sync: bool
     drift_check: bool
     parameters_to_ignore: set[str]

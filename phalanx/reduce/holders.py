@@ -22,7 +22,8 @@ class Holders:
     def __init__(self, views: list[torch.Tensor], indices: Sequence[int], in_use: Callable[[int], bool]) -> None:
         self._views, self.indices = views, indices
         self._in_use = in_use
-        self._storages: list[int] = []
+        self._storages: list[torch.UntypedStorage] = []  # kept alive: they are counted by address
+        self._addresses: list[int] = []
         self._objects: list[int] = []
         self._memories: list[int] = []
         self.count_from_now()
@@ -30,16 +31,25 @@ class Holders:
     def count_from_now(self) -> None:
         """Note how many hold each place while nobody but us does."""
         views = self._mine()
-        self._storages = [view.untyped_storage()._cdata for view in views]
+        self._storages = [view.untyped_storage() for view in views]
+        self._addresses = [storage._cdata for storage in self._storages]
         del views
         self._objects, self._memories = self._counts()
+
+    def count_anew(self, index: int) -> None:
+        """Note it for a place whose view has just been made anew."""
+        place = self.indices.index(index)
+        self._storages[place] = self._views[index].untyped_storage()
+        self._addresses[place] = self._storages[place]._cdata
+        objects, memories = self._counts()
+        self._objects[place], self._memories[place] = objects[place], memories[place]
 
     def _mine(self) -> list[torch.Tensor]:
         views = self._views
         return views if len(self.indices) == len(views) else [views[index] for index in self.indices]
 
     def _counts(self) -> tuple[list[int], list[int]]:
-        return list(map(getrefcount, self._mine())), list(map(torch._C._storage_Use_Count, self._storages))
+        return list(map(getrefcount, self._mine())), list(map(torch._C._storage_Use_Count, self._addresses))
 
     def kept(self) -> Sequence[int]:
         """The numbers of places that somebody keeps from an earlier step. Where they share a storage, all of it."""

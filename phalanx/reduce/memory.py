@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -33,6 +33,13 @@ class Gradients(Protocol):
 
     def renew(self) -> None:
         """Make `own` anew. What was there is gone from here."""
+
+
+class Form(NamedTuple):
+    """What a gradient looks like. Parameters may change theirs; places keep the one they were made with."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
 
 
 class Memory:
@@ -71,21 +78,21 @@ class Memory:
                 store.renew()
         self._take_in()
 
-    def view(self, region: int, start: int, like: torch.Tensor) -> torch.Tensor:
-        """A gradient for parameter `like` at element `start` of `region`, with its shape and strides.
+    def view(self, region: int, start: int, form: Form) -> torch.Tensor:
+        """A gradient of this form at element `start` of `region`.
 
         In mapped memory it gets a storage of its own: a view of the whole would drag the whole
         along when it is pickled or deep-copied. It is no view for autograd, which refuses to detach_() those.
         """
-        count = like.numel()
+        count = form.shape.numel()
         mapped = self._mapped.get(region)
         if mapped is None:
             flat = self.own[region][start : start + count]
         else:
             memory, offset = mapped
-            at = offset + start * like.element_size()
-            flat = torch.frombuffer(memory, dtype=like.dtype, count=count, offset=at)
-        return shaped(flat, like)
+            dtype = self.own[region].dtype
+            flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset + start * dtype.itemsize)
+        return shaped(flat, form)
 
     def reduce(
         self,
@@ -120,13 +127,17 @@ def _make_store(
     return SharedGradients(core.rank, core.size, arena, layout, CUT)
 
 
-def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Memory as the gradient of `like`, with its shape and strides. No view for autograd."""
-    storage, at = flat.untyped_storage(), flat.storage_offset()
-    return flat.new_empty(0).set_(storage, at, like.shape, dense_strides(like))
+def shaped(flat: torch.Tensor, form: Form) -> torch.Tensor:
+    """Memory as a gradient of this form. No view for autograd."""
+    return flat.new_empty(0).set_(flat.untyped_storage(), flat.storage_offset(), form.shape, form.strides)
 
 
-def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+def form_of(parameter: torch.Tensor) -> Form:
+    """The form of a parameter's gradient, which fills its memory."""
+    return Form(parameter.shape, _dense_strides(parameter))
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides of `tensor` if it fills its memory without gaps or overlaps, else contiguous ones."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):

@@ -24,12 +24,13 @@ import torch
 
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.reduce.holders import Holders
-from phalanx.reduce.memory import Memory, shaped
+from phalanx.reduce.memory import Memory, form_of, shaped
 from phalanx.reduce.plan import NOWHERE, Plan
 from phalanx.reduce.posting import Posting, add, copy
 
 # One pass of map() over hundreds of parameters costs a fraction of a loop's.
 _gradient, _requires_grad, _version = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
+_data_pointer = torch.Tensor.data_ptr
 _NONES = repeat(None)
 _NOBODY: frozenset[int] = frozenset()
 _NO_VIEW = torch.empty(0)
@@ -63,9 +64,9 @@ class Places:
     ) -> None:
         self.plan, self._params = plan, parameters
         self.memory = Memory(group, plan)
+        self._forms = list(map(form_of, parameters))
         self.views = [
-            _NO_VIEW if place is NOWHERE else self.memory.view(place[0], place[1], parameter)
-            for place, parameter in zip(plan.places, parameters, strict=True)
+            _NO_VIEW if place is NOWHERE else self._new_view(index) for index, place in enumerate(plan.places)
         ]
         self.placed = [index for index, view in enumerate(self.views) if view is not _NO_VIEW]
         self.staged = [index for index in self.placed if plan.places[index][0] in self.memory.staged]
@@ -94,17 +95,28 @@ class Places:
             return None
         places = [self.plan.places[index] for index in self.staged]
         starts = [(self.memory.staged[region], start) for region, start in places]
-        params = self._params
-        posting = Posting(store, self.staged, starts, self.views, lambda flat, i: shaped(flat, params[i]))
+        forms = self._forms
+        posting = Posting(store, self.staged, starts, self.views, lambda flat, i: shaped(flat, forms[i]))
         store.post = posting.post
         return posting
 
     def _shows_place(self, index: int) -> bool:
         return pointer(self._params[index].grad) == self._pointers[index]
 
-    def _renewed(self, index: int) -> torch.Tensor:
+    def _new_view(self, index: int) -> torch.Tensor:
         region, start = self.plan.places[index]
-        return self.memory.view(region, start, self._params[index])
+        return self.memory.view(region, start, self._forms[index])
+
+    def _regain(self) -> None:
+        """Make places anew that somebody has given other memory (p.grad.data = ...): that is a gradient of theirs."""
+        if list(map(_data_pointer, self.views)) == self._pointers:
+            return
+        for index in self.placed:
+            if self.views[index].data_ptr() != self._pointers[index]:
+                self.views[index] = self._new_view(index)
+                holders = self._holders_staged if index in self.staged else self._holders_at_home
+                if holders is not None:
+                    holders.count_anew(index)
 
     def _leave_kept(self, holders: Holders | None) -> None:
         """Let gradients that the user has kept from an earlier step keep their values."""
@@ -118,7 +130,7 @@ class Places:
         holders.count_from_now()
 
     def _move(self, index: int) -> None:
-        before, now, parameter = self.views[index], self._renewed(index), self._params[index]
+        before, now, parameter = self.views[index], self._new_view(index), self._params[index]
         self.views[index] = now
         self._pointers[index] = now.data_ptr()
         if index in self.held:
@@ -146,6 +158,7 @@ class Places:
 
         Returns the parameters that had dropped their gradients.
         """
+        self._regain()
         self._leave_kept(self._holders_at_home)
         params, views = self._params, self.views
         empty = all(map(is_, map(_gradient, params), _NONES))
@@ -215,6 +228,7 @@ class Places:
         Those are the ones whose gradient lives elsewhere. Removes from `produced` those whose gradient the
         user has dropped. What is held back stays as it is for parameters in `local`.
         """
+        self._regain()
         self._leave_kept(self._holders_staged)
         given = list(map(_gradient, self._params))
         self._given, self._brought = given, False
@@ -224,7 +238,7 @@ class Places:
             self.hidden = False
             return self.placed
         try:
-            pointers = list(map(torch.Tensor.data_ptr, given))
+            pointers = list(map(_data_pointer, given))
         except (TypeError, RuntimeError):  # one of them is None, or sparse and has no data pointer
             pointers = list(map(pointer, given))
         self.hidden = 0 in pointers
@@ -251,8 +265,6 @@ class Places:
                 if view is not _NO_VIEW and index not in staged:
                     view.zero_()
             elif view is not _NO_VIEW and at != self._pointers[index]:
-                if gradient is view:  # p.grad.data has been replaced
-                    view = self.views[index] = self._renewed(index)
                 if index not in staged:
                     copy(gradient, view)
                 foreign.append(index)

@@ -83,7 +83,7 @@ class Reducer:
         self.stale = True
         self.produced: set[int] = set()  # not synchronised since they were produced
         self.named: list[tuple[str, torch.nn.Parameter]] = []
-        self.watch = Watch(weakly(self.backward_begins), weakly(self._ended), unfrozen)
+        self.watch = Watch(weakly(self.backward_begins), weakly(self._ended), unfrozen, weakly(self._unwatched))
         self.contexts = Contexts(weakly(self.watch.leaf_reached))
         self._local_now, self._sparse_names = local_now, sparse_names
         self._places: Places | None = None
@@ -165,11 +165,14 @@ class Reducer:
     def drop_local(self) -> None:
         """Drop the gradients that this rank has accumulated since the last flush, and their items."""
         self.produced &= self.places.drop(self.produced)
-        self.weights.drop_round()
+        self.weights.drop_round(bool(self.produced))
 
     def _take_back(self, kept: Collection[int]) -> None:
         if self._places is not None:
             self._places.take_back(kept)
+
+    def _unwatched(self) -> Sequence[torch.Tensor]:
+        return self.monitor.unwatched()
 
     def _ended(self, fired: frozenset[int], forwards: list[Local]) -> None:
         self.before_end()
@@ -323,13 +326,14 @@ class Reducer:
             pending, mask = pending & each.members, ticket.bits(each.members, size)
             root = zlib.crc32(mask) >> 1
         bits = self._all_bits if len(pending) == size else ticket.bits(pending, size)
-        weights = self.weights
-        total = weights.total_of(each.ledger) if weights.weighed else 1.0
+        weights, items = self.weights, self.weights.total_of(each.ledger)
+        weighed = weights.weighed or (items > 0.0 and state is not State.ACTIVE)
+        total = items if weighed else 1.0
         operation, count, digest = Operation.GRADIENTS, self._elements, ticket.digest(self._usual)
         if state is not State.ACTIVE:
             operation, count, root, digest, bits = Operation.FOLLOW, followed, -1, 0, bits if pending else b""
         return Ticket(
-            operation, 0, 0, count, root, self.tag, state, weights.weighed, weights.unit, total, bits, mask, digest
+            operation, 0, 0, count, root, self.tag, state, weighed, weights.unit, total, bits, mask, digest
         )  # fmt: skip
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import nsmallest
+from typing import NamedTuple
 
 import torch
 
@@ -20,22 +21,39 @@ _LOOKED_AT = 8
 """How many gradients are looked at, the smallest: whatever zeroes, zeroes all."""
 
 
+class _Left(NamedTuple):
+    """A gradient that a backward has left, and its version then."""
+
+    parameter: torch.Tensor
+    gradient: int
+    version: int
+
+    def is_dropped(self) -> bool:
+        """Whether somebody has written zeros over it, has replaced it by zeros, or has removed it."""
+        now = self.parameter.grad
+        if now is None:
+            return True
+        return (id(now) != self.gradient or now._version != self.version) and not bool(now.any())
+
+
 class Residue:
     """Looks for gradients of an earlier step, or of an earlier backward, among those of `parameters`."""
 
     def __init__(self) -> None:
         self._found = False
-        self._left: dict[int, int] = {}
+        self._left: list[_Left] = []
         self._flushes = 0
 
-    def check(self, parameters: Sequence[torch.Tensor], weights: Weights) -> None:
-        """Look, when a weighed backward begins; raises ValueError where the round cannot be weighed exactly."""
+    def check(self, parameters: Sequence[torch.Tensor], weights: Weights, held: bool) -> None:
+        """Look, when a weighed backward begins; raises ValueError where the round cannot be weighed exactly.
+
+        `held` says that gradients of earlier rounds are held back.
+        """
         if weights.is_in_backward:
             return
-        if weights.weighed and self._flushes == weights.flushes and self._is_zeroed(parameters):
-            weights.clear()
+        self.forget_dropped(weights, held)
         if not weights.weighed:
-            self._found = any(bool(gradient.any()) for gradient in _smallest(parameters))
+            self._found = any(bool(gradient.any()) for _, gradient in _smallest(parameters))
         # With a common unit gradients are sums until they are synchronised, in the first micro-batch already.
         if self._found and (weights.weighed or weights.common_unit):
             raise ValueError("weigh() on top of the gradients of an earlier step, which it would scale too")
@@ -44,15 +62,20 @@ class Residue:
         """Remember what a backward leaves to be accumulated onto, if it was weighed."""
         if weights.weighed:
             self._flushes = weights.flushes
-            self._left = {id(gradient): gradient._version for gradient in _smallest(parameters)}
+            self._left = [_Left(p, id(gradient), gradient._version) for p, gradient in _smallest(parameters)]
 
-    def _is_zeroed(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether somebody has written zeros over what the last backward has left, or has dropped it."""
-        now = _smallest(parameters) if self._left else []
-        written = [self._left.get(id(gradient), gradient._version) != gradient._version for gradient in now]
-        return bool(self._left) and all(written) and not any(bool(gradient.any()) for gradient in now)
+    def forget_dropped(self, weights: Weights, held: bool) -> bool:
+        """Take the items of this round away, and return True, if the user has dropped all that its backwards left."""
+        if not (weights.weighed and self._left and self._flushes == weights.flushes):
+            return False
+        if not all(each.is_dropped() for each in self._left):
+            return False
+        weights.drop_round(held)
+        self._left, self._found = [], False
+        return True
 
 
-def _smallest(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    gradients = [g for p in parameters if (g := p.grad) is not None and g.layout is torch.strided and g.numel()]
-    return nsmallest(_LOOKED_AT, gradients, key=torch.Tensor.numel)
+def _smallest(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The parameters of the smallest gradients, and these."""
+    found = [(p, g) for p in parameters if (g := p.grad) is not None and g.layout is torch.strided and g.numel()]
+    return nsmallest(_LOOKED_AT, found, key=lambda each: each[1].numel())

@@ -93,7 +93,7 @@ class Watch:
     `begins()` is called at the first sign of a backward, `ended(fired, forwards)` when the outermost one has
     ended: the numbers of the parameters whose hook has run, and what was given to output_reached(). What
     `ended` raises comes out of backward(). `others()` is called before, if a parameter has got a gradient that was
-    frozen: it puts the watch on that one too.
+    frozen, or is among the `unwatched()`: it puts the watch on that one too.
     """
 
     def __init__(
@@ -101,9 +101,10 @@ class Watch:
         begins: Callable[[], None],
         ended: Callable[[frozenset[int], list[Local]], None],
         others: Callable[[], None],
+        unwatched: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> None:
         self.order = next(_construction)
-        self._begins, self._ended, self._others = begins, ended, others
+        self._begins, self._ended, self._others, self._unwatched = begins, ended, others, unwatched
         self._numbers: dict[int, int] = {}
         self._handles: list[RemovableHandle] = []
         self._noted: _Waiting | _Noting | _Dropped = _Waiting()
@@ -186,7 +187,7 @@ class Watch:
         noted = list(map(id, self._noted))
         if noted != self._usual[0]:
             self.take_in(noted)
-            self._usual = (noted, frozenset(self._numbers[each] for each in noted))
+            self._usual = (noted, frozenset(self._numbers[each] for each in noted if each in self._numbers))
         return self._usual[1]
 
     def take_in(self, ids: Iterable[int]) -> None:
@@ -195,9 +196,10 @@ class Watch:
             return
         before = {number: parameter for parameter, number in self._numbers.items()}
         self._others()
-        everything = frozenset(self._numbers.values())
+        now = self._numbers
+        everything = frozenset(now.values())
         self._forwards[:] = [
-            everything if len(local) == len(before) else frozenset(self._numbers[before[each]] for each in local)
+            everything if len(local) == len(before) else frozenset(now[before[i]] for i in local if before[i] in now)
             for local in self._forwards
         ]
 
@@ -213,6 +215,7 @@ class Watch:
     def backward_ended(self) -> None:
         """See backward.Listener."""
         try:
+            self._noted.extend(self._unwatched())
             self._ended(self._fired(), self._forwards)
         finally:
             self._clear()

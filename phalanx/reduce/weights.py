@@ -94,15 +94,18 @@ class Weights:
 
     def dropped(self, pending: bool) -> None:
         """Drop the items of a backward that has raised; what earlier ones left too, unless it is `pending`."""
-        if not pending:
-            self.clear()
-            return
-        self._counted -= self._backward or 0.0
-        self._backward = None
+        if pending:
+            self._counted -= self._backward or 0.0
+            self._backward = None
+        else:
+            self._begin()
 
-    def drop_round(self) -> None:
-        """Drop the items counted since the last flush; ledgers keep what earlier rounds have left."""
-        self._counted, self._backward = 0.0, None
+    def drop_round(self, held: bool) -> None:
+        """Drop the items counted since the last flush; what earlier rounds have left is held back, or nothing is."""
+        if held:
+            self._counted, self._backward = 0.0, None
+        else:
+            self._begin()
 
     def clear(self) -> None:
         """Begin anew."""

@@ -137,12 +137,16 @@ def scale_left(scales: Sequence[float], dtype: torch.dtype) -> float:
     return scales[0] if scales and len(set(scales)) == 1 and not is_narrow(dtype) else 1.0
 
 
+def _are_all(scale: float, scales: Sequence[float]) -> bool:
+    return all(each == scale for each in scales)
+
+
 def weighted_sum(parts: Sequence[torch.Tensor], scales: Sequence[float], out: torch.Tensor) -> None:
     """Write sum(scale x part), in order, into `out`, but for the factor scale_left(scales, out.dtype)."""
     if not parts:
         out.zero_()
         return
-    plain = scale_left(scales, out.dtype) == scales[0]
+    plain = _are_all(scale_left(scales, out.dtype), scales)
     if plain and len(parts) <= 2:
         _fold(parts, out, torch.add)
         return
@@ -166,7 +170,7 @@ def weighted_sum(parts: Sequence[torch.Tensor], scales: Sequence[float], out: to
 def summation(parts: Sequence[torch.Tensor], scales: Sequence[float], out: torch.Tensor) -> list[Callable[[], object]]:
     """Return the calls that write sum(scale x part), in order, into `out`: what is decided once, is decided here."""
     left = scale_left(scales, out.dtype)
-    plain = len(parts) == 2 and left == scales[0]
+    plain = len(parts) == 2 and _are_all(left, scales)
     add = partial(torch.add, parts[0], parts[1], out=out) if plain else partial(weighted_sum, parts, scales, out)
     if left == 1.0:
         return [add]

@@ -1,0 +1,167 @@
+"""Weighed steps with policies, skipped steps, local and dropped micro-batches, in any order, against plain sums."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phalanx.testing import run
+from tests.threads.small_models import ddp
+
+LAYERS = "abc"
+Policies = dict[str, int]
+
+
+class Three(nn.Module):
+    """Three numbers; the gradient of each that is used is the mean of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in LAYERS:
+            self.register_parameter(name, nn.Parameter(torch.ones((), dtype=torch.float64)))
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        return sum(getattr(self, name) * x for name in use).mean()
+
+
+@dataclass
+class Share:
+    """What one rank has: sums of items by layer, and how many items these are the mean of."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    items: float = 0.0
+
+    def add(self, use: str, n: int, value: float) -> None:
+        self.items += n
+        for name in use if n else "":
+            self.sums[name] = self.sums.get(name, 0.0) + n * value
+
+
+@dataclass
+class Truth:
+    """The gradients of all ranks, by arithmetic: what each has left in this round, and of each layer before."""
+
+    ranks: int
+    policies: Policies
+    flushes: int = 0
+
+    def __post_init__(self) -> None:
+        self.rounds = [Share() for _ in range(self.ranks)]
+        self.left = {name: [Share() for _ in range(self.ranks)] for name in LAYERS}
+
+    def flush(self) -> dict[str, float | None]:
+        """Synchronise what is due."""
+        self.flushes += 1
+        shown: dict[str, float | None] = dict.fromkeys(LAYERS)
+        for name, left in self.left.items():
+            for share, round_ in zip(left, self.rounds, strict=True):
+                share.items += round_.items
+                if name in round_.sums:
+                    share.sums[name] = share.sums.get(name, 0.0) + round_.sums[name]
+            if self.flushes % self.policies.get(name, 1) == 0:
+                if any(name in share.sums for share in left):
+                    shown[name] = sum(share.sums.get(name, 0.0) for share in left) / sum(share.items for share in left)
+                self.left[name] = [Share() for _ in range(self.ranks)]
+        self.rounds = [Share() for _ in range(self.ranks)]
+        return shown
+
+
+def steps_of(seed: int, ranks: int) -> list[tuple[str, int, list[tuple[str, int, float]]]]:
+    """Random steps: what happens, on which rank if not on all, and every rank's layers, items and value."""
+    draw = random.Random(seed)
+    kinds = ["sync", "sync", "local", "local on one", "drop", "zero", "drop on one", "zero on one"]
+    if ranks > 1:  # where all skip, nothing happens
+        kinds.append("skip")
+    found = []
+    for _ in range(draw.randint(4, 14)):
+        batches = [
+            (
+                LAYERS if draw.random() < 0.5 else "".join(draw.sample(LAYERS, draw.randint(1, 2))),
+                draw.randint(1, 4),
+                float(draw.randint(1, 9)),
+            )
+            for _ in range(ranks)
+        ]
+        one = draw.randrange(ranks)
+        kind = draw.choice(kinds)
+        if draw.random() < 0.2 and kind == "sync" and ranks > 1:
+            batches[one] = (batches[one][0], 0, 7.0)
+        found.append((kind, one, batches))
+    return [*found, ("sync", 0, [(LAYERS, rank + 1, 1.0) for rank in range(ranks)])]
+
+
+def compare_with_truth(rank: int, ranks: int, seed: int, policies: Policies) -> None:
+    model, truth = ddp(Three()), Truth(ranks, policies)
+    for name, every in policies.items():
+        model.sync_policy(name, every=every)
+
+    def backward(batch: tuple[str, int, float]) -> None:
+        use, n, value = batch
+        model.weigh(model(torch.full((max(n, 1),), value, dtype=torch.float64), use), n).backward()
+
+    for number, (kind, one, batches) in enumerate(steps_of(seed, ranks)):
+        taking_part = [each for each in range(ranks) if not kind.endswith("on one") or each == one]
+        if kind.startswith(("drop", "zero")):
+            for each in taking_part:
+                truth.rounds[each] = Share()
+            if rank in taking_part:
+                model.zero_grad(set_to_none=kind.startswith("drop"))
+            continue
+        for each in taking_part:
+            if not (kind == "skip" and each == one):
+                truth.rounds[each].add(*batches[each])
+        if kind.startswith("local"):
+            if rank in taking_part:
+                with model.no_sync():
+                    backward(batches[rank])
+            continue
+        if kind == "skip" and rank == one:
+            model.skip()
+        else:
+            backward(batches[rank])
+        expected = truth.flush()
+        for name, parameter in model.module.named_parameters():
+            seen = None if parameter.grad is None else parameter.grad.item()
+            # Zeroed gradients are gradients of 0, where nobody else has one either.
+            assert (seen or 0.0) == pytest.approx(expected[name] or 0.0), (number, kind, name, seen, expected)
+        model.zero_grad()
+
+
+def policies_of(seed: int) -> Policies:
+    draw = random.Random(-seed)
+    return {name: draw.randint(2, 3) for name in draw.sample("ab", draw.randint(0, 2))}
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("seeds", [range(start, start + 25) for start in (0, 25, 50, 75)], ids=str)
+def test_random_rounds(seeds: range, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_TRANSPORT", transport)
+
+    def program(rank: int, ranks: int) -> None:
+        for seed in seeds:
+            if seed % 3 + 1 == ranks:
+                try:
+                    compare_with_truth(rank, ranks, seed, policies_of(seed))
+                except AssertionError as error:
+                    raise AssertionError(f"seed {seed}, policies {policies_of(seed)}: {error}") from error
+
+    for ranks in (1, 2, 3):
+        run(ranks, program, ranks, timeout=60)
+
+
+def test_a_factor_of_one_beside_another_factor() -> None:
+    """The unit of what is held back is rank 0's number of items in the step that is synchronised."""
+
+    def program(rank: int) -> float:
+        model = ddp(Three())
+        model.sync_policy("a", every=2)
+        for items in ((4, 1), (0, 4)):
+            model.zero_grad()
+            model.weigh(model(torch.full((4,), 5.0, dtype=torch.float64), "ac"), items[rank]).backward()
+        return model.module.c.grad.item()
+
+    assert run(2, program) == [5.0, 5.0]
