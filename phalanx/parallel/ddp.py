@@ -180,7 +180,7 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
         """Pick up parameters that were frozen, unfrozen, replaced or added since the last forward."""
         structure = self._structure
         if self._guard is not None:
-            self._guard.forwards += 1
+            self._guard.forward_since_backward = self._guard.forward_since_step = True
         if not structure.is_as_before(unconverted=self._low is None):
             if structure.is_borrowed():
                 return  # for this forward

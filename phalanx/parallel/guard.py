@@ -25,6 +25,7 @@ from phalanx.errors import MisuseError
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.drift import Drift
 from phalanx.parallel.seeds import compare_seeds
+from phalanx.parallel.structure import Structure
 from phalanx.parallel.wrapped import Wrapped
 from phalanx.reduce.backward import current_task
 from phalanx.reduce.monitor import Monitor
@@ -49,13 +50,15 @@ class Guard(Monitor):
         self._reducer = weakref.ref(model._reducer)
         self._core = model._group.core
         self._before_sync = False  # a backward has begun that has neither been synchronised nor kept local
-        self._kept: list[tuple[int, int]] = []  # parameters whose gradients are local, and these gradients' versions
+        self._kept: list[tuple[str, nn.Parameter, _State]] = []  # whose gradients are local, and what is known of these
         self._warned: set[str] = set()
         self._seeds_compared = self._begun = False
         self._model = weakref.ref(model)
-        self.forwards = 0  # of the wrapper, so far; and when the last backward ended, and at the last optimizer step
-        self._at_backward = self._at_step = 0
-        self._unseen: list[tuple[str, nn.Parameter]] = []
+        # Whether the wrapper has had a forward: since a backward ended, since an optimizer stepped. A forward only ever
+        # writes to them, or torch.compile would make a variant of it for each value.
+        self.forward_since_backward = self.forward_since_step = False
+        self._looked_at: Structure | None = None
+        self._stepped_unseen: list[tuple[str, nn.Parameter]] = []
         _watch(self)
 
     # -- see Monitor ---------------------------------------------------------------------------------
@@ -76,9 +79,8 @@ class Guard(Monitor):
         self._before_sync = False
         reducer = self._reducer()
         if reducer is not None and self._core.size > 1:
-            few = islice(_pending(reducer), _LOOKED_AT)
-            grads = ((index, reducer.parameters[index].grad) for index in few)
-            self._kept = [(index, grad._version) for index, grad in grads if grad is not None]
+            few = [reducer.named[index] for index in islice(_pending(reducer), _LOOKED_AT)]
+            self._kept = [(name, p, _state(p.grad)) for name, p in few if p.grad is not None]
 
     def flushing(self) -> int:
         """See Monitor."""
@@ -100,29 +102,32 @@ class Guard(Monitor):
     # -- what has changed without a forward of the wrapper, which looks ------------------------------
 
     def unwatched(self) -> Sequence[torch.Tensor]:
-        """See Monitor."""
-        unseen = self._unseen_since(self._at_backward)
-        self._at_backward = self.forwards
+        """See Watch; a backward has ended."""
+        model = self._model()
+        if model is None:
+            return ()
+        if self._looked_at is not model._structure:  # a forward may add to what it has found
+            self._looked_at, self.forward_since_backward = model._structure, False
+        unseen = [] if self.forward_since_backward else self._unseen(model)
+        self.forward_since_backward = False
         return [parameter for _, parameter in unseen if parameter.grad is not None]
 
     def _see_conversions(self) -> None:
         """Have places made for parameters of another dtype or memory format."""
         model = self._model()
-        if model is not None and self._has_changed(model, self._at_backward) and model._structure.is_converted():
+        if model is None or self.forward_since_backward or not self._has_changed(model):
+            return
+        if model._structure.is_converted():
             model._reducer.stale = True
             model._remember_structure()
 
-    def _unseen_since(self, forwards: int) -> list[tuple[str, nn.Parameter]]:
-        """Parameters without a hook, if the wrapper had this many forwards and none after."""
-        model = self._model()
-        if model is None or not self._has_changed(model, forwards):
-            return []
-        return list(model._structure.unhooked(model._trainable()))
+    def _unseen(self, model: Wrapped) -> list[tuple[str, nn.Parameter]]:
+        """Parameters without a hook."""
+        return list(model._structure.unhooked(model._trainable())) if self._has_changed(model) else []
 
-    def _has_changed(self, model: Wrapped, forwards: int) -> bool:
-        if self.forwards != forwards or model._low is not None or model._structure.is_as_before():
-            return False
-        return not model._structure.is_borrowed()
+    def _has_changed(self, model: Wrapped) -> bool:
+        structure = model._structure
+        return model._low is None and not structure.is_as_before() and not structure.is_borrowed()
 
     # -- what can be wrong ---------------------------------------------------------------------------
 
@@ -141,12 +146,12 @@ class Guard(Monitor):
         kept, self._kept = self._kept, []
         begun = set(map(id, reducer.watch.noted))
         changed = []
-        for index, version in kept:
-            parameter = reducer.named[index][1]
+        for name, parameter, state in kept:
             grad = parameter.grad
-            written = grad is not None and grad._version != version and id(parameter) not in begun
-            if grad is not None and written and grad.any():  # zeroing drops them, which is right
-                changed.append(reducer.named[index][0])
+            if grad is None or id(parameter) in begun or _state(grad) == state:
+                continue
+            if grad.any():  # zeroing drops them, which is right
+                changed.append(name)
         if changed and "clip-before-sync" not in self._warned:
             self._warned.add("clip-before-sync")
             misuse.warn(
@@ -159,11 +164,12 @@ class Guard(Monitor):
     def is_suspicious(self) -> bool:
         """Whether an optimizer that steps now may step on gradients that are not synchronised."""
         reducer = self._reducer()
-        if reducer is None:
+        model = self._model()
+        if reducer is None or model is None:
             return False
-        self._unseen = self._unseen_since(self._at_step)
-        self._at_step = self.forwards
-        return bool(self._unseen or reducer.produced) or (self._before_sync and reducer.watch.running)
+        self._stepped_unseen = [] if self.forward_since_step else self._unseen(model)
+        self.forward_since_step = False
+        return bool(self._stepped_unseen or reducer.produced) or (self._before_sync and reducer.watch.running)
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Look at an optimizer that is about to step; it may be that of another model."""
@@ -178,12 +184,14 @@ class Guard(Monitor):
                 "step after backward(); or torch.distributed.optim._apply_optimizer_in_backward(...), whose optimizers "
                 "step as soon as gradients are synchronised", self._core.rank,
             )  # fmt: skip
-        early = dict(self._unseen)
+        early = dict(self._stepped_unseen)
         early.update(reducer.named[index] for index in sorted(_pending(reducer)))
         if running:  # it has raised, or goes on in another thread
             begun = set(map(id, reducer.watch.noted))
             early.update((name, parameter) for name, parameter in reducer.named if id(parameter) in begun)
         early = {name: p for name, p in early.items() if p.grad is not None and id(p) in stepped}
+        if "unsynchronised-step" not in self._warned:
+            early = {name: p for name, p in early.items() if p.grad is not None and p.grad.any()}  # not zeroed ones
         self.drift.apart.update(map(id, early.values()))
         if early and "unsynchronised-step" not in self._warned:
             self._warned.add("unsynchronised-step")
@@ -208,6 +216,7 @@ class Guarded(Wrapped):
         self._guard = None
         if self._group.core.size > 1:
             self._guard = self._reducer.monitor = Guard(self)
+            self._reducer.watch.unwatched = self._guard.unwatched
 
     def check_replicas(self, buffers: bool = False) -> None:
         """Compare the parameters of all ranks, bit by bit; raise ReplicaDriftError on every rank if they differ.
@@ -242,6 +251,14 @@ def warn_wrapped_twice(names: list[str], rank: int) -> None:
         "cost, and no_sync() of one does not hold for the other",
         "wrap once, the outermost module; `del ddp` before wrapping its module again", rank,
     )  # fmt: skip
+
+
+_State = tuple[int, int, int]
+
+
+def _state(gradient: torch.Tensor) -> _State:
+    """What is other after a gradient was written to, or replaced, or given other memory."""
+    return id(gradient), gradient.data_ptr(), gradient._version
 
 
 def _pending(reducer: Reducer) -> Iterable[int]:

@@ -168,7 +168,11 @@ class Join(TorchJoin):
         return (active or running)[0].tag == tag and (not active or active[0].operation is Operation.GRADIENTS)
 
     def _ticket(self, followed: int) -> Ticket:
-        for model in self._models:
-            if model._reducer.produced:
-                return model._reducer.following_ticket(State.JOINED, followed)
+        reducers = [model._reducer for model in self._models]
+        for reducer in reducers:
+            if reducer.produced:
+                return reducer.following_ticket(State.JOINED, followed)
+        for reducer in reducers:
+            if reducer.weights.owes:  # items of layers that it has not used count too
+                return reducer.following_ticket(State.JOINED, followed)
         return Ticket(Operation.FOLLOW, count=followed, state=State.JOINED)

@@ -24,10 +24,11 @@ class Structure:
 
     def __init__(self, module: nn.Module, ignored: Container[str], hooked: Sequence[nn.Parameter]) -> None:
         self.modules = list(module.modules())
+        holding = [m._parameters for m in self.modules] + [m._modules for m in self.modules]
         self._parameter_dicts = [m._parameters for m in self.modules if m._parameters]
-        self._holding = self._parameter_dicts + [m._modules for m in self.modules if m._modules]
+        self._holding, self._empty = _parted(holding)
         self._held = list(_values(self._holding))
-        self._buffer_dicts = [m._buffers for m in self.modules if m._buffers]
+        self._buffer_dicts, self._without_buffers = _parted([m._buffers for m in self.modules])
         self._buffers_held = list(_values(self._buffer_dicts))
         self.buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
         self.parameters = [p for name, p in module.named_parameters() if name not in ignored]
@@ -44,6 +45,7 @@ class Structure:
         """
         return (
             all(map(is_, _values(self._holding), self._held))
+            and not any(self._empty)
             and not self.is_swapped()
             and list(map(_requires_grad, self.parameters)) == self._required
             and not (unconverted and self.is_converted())
@@ -51,7 +53,9 @@ class Structure:
 
     def has_its_buffers(self) -> bool:
         """Whether the buffers are the same."""
-        return not self._buffer_dicts or all(map(is_, _values(self._buffer_dicts), self._buffers_held))
+        return not any(self._without_buffers) and (
+            not self._buffer_dicts or all(map(is_, _values(self._buffer_dicts), self._buffers_held))
+        )
 
     def is_swapped(self) -> bool:
         """Whether a hooked parameter has become another tensor under the same name and object."""
@@ -79,6 +83,15 @@ class Structure:
         """Whether torch.func.functional_call has put tensors that are no parameters in their place."""
         held = chain.from_iterable(d.values() for d in self._parameter_dicts)
         return not all(isinstance(p, nn.Parameter) for p in held if p is not None)
+
+
+def _parted(dicts: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Those with something in them, and the empty ones: of these is only asked whether they have stayed so."""
+    full: list[dict[str, Any]] = []
+    empty: list[dict[str, Any]] = []
+    for each in dicts:
+        (full if each else empty).append(each)
+    return full, empty
 
 
 def _form(parameter: nn.Parameter) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:

@@ -52,7 +52,8 @@ class Uneven(Wrapped):
                 return 1.0  # the wrapper has been dropped, and with it all synchronisation
             reducer.watch.output_reached(local)
             try:
-                reducer.residue.check(reducer.parameters, reducer.weights, bool(reducer.places.held))
+                reducer.notice_dropped()
+                reducer.residue.check(reducer.parameters, reducer.weights)
                 return reducer.weights.add(n)
             except ValueError as error:
                 raise MisuseError(
@@ -125,8 +126,7 @@ class Uneven(Wrapped):
         if self._local_now() >= self._reducer.everything:
             return
         follower, reducer = Follower(self._group.core), self._reducer
-        if reducer.residue.forget_dropped(reducer.weights, bool(reducer.places.held)):
-            reducer.produced &= reducer.places.held
+        reducer.notice_dropped()
         if self._group.core.size == 1:
             if reducer.produced:
                 reducer.flush(set())

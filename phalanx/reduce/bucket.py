@@ -35,7 +35,10 @@ class GradBucket:
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients one by one, as views of the buffer with their parameters' shapes."""
+        """The gradients one by one, as contiguous views of the buffer with their parameters' shapes.
+
+        As in torch, those of channels-last parameters have their elements in the order of memory.
+        """
         return self._gradients
 
     def parameters(self) -> list[torch.Tensor]:
@@ -81,9 +84,10 @@ class HookRunner:
                 buffer.zero_()  # what a rank without a contribution has there may be anything, NaN too
             elif factor != 1.0:
                 buffer.mul_(factor)
+            starts = [plan.places[i][1] - bucket.start for i in bucket.members]
             gradients = [
-                buffer.as_strided(views[i].shape, views[i].stride(), plan.places[i][1] - bucket.start)
-                for i in bucket.members
+                buffer[start : start + views[i].numel()].view(views[i].shape)
+                for i, start in zip(bucket.members, starts, strict=True)
             ]
             given = GradBucket(
                 number, buffer, gradients, [parameters[i] for i in bucket.members], number == len(buckets) - 1

@@ -6,6 +6,7 @@ tensor object (numpy's arrays hold it too), and of its memory (through other ten
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from sys import getrefcount
 
@@ -35,6 +36,20 @@ class Holders:
         self._addresses = [storage._cdata for storage in self._storages]
         del views
         self._objects, self._memories = self._counts()
+
+    def are_left(self, indices: Sequence[int], shown: Callable[[int], bool]) -> bool:
+        """Whether nobody holds the memory of these places, whose views have been given other memory.
+
+        `shown(i)` says whether the parameter's gradient is that view all the same.
+        """
+        objects, memories = self._counts()
+        places = [self.indices.index(index) for index in indices]
+        gone = Counter(self._addresses[place] for place in places)
+        return all(
+            objects[place] <= self._objects[place] + shown(index)
+            and memories[place] <= self._memories[place] - gone[self._addresses[place]]
+            for index, place in zip(indices, places, strict=True)
+        )
 
     def count_anew(self, index: int) -> None:
         """Note it for a place whose view has just been made anew."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 
 class Monitor:
     """Hears what a reducer does. This one does nothing with it."""
@@ -15,10 +13,6 @@ class Monitor:
 
     def begins(self) -> None:
         """A backward begins: nothing of this model has been accumulated but perhaps one parameter."""
-
-    def unwatched(self) -> Sequence[torch.Tensor]:
-        """A backward has ended. Returns the parameters with gradients that the reducer does not know of."""
-        return ()
 
     def kept_local(self) -> None:
         """A backward has ended whose gradients all stay local."""

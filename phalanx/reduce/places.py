@@ -111,17 +111,28 @@ class Places:
         """Make places anew that somebody has given other memory (p.grad.data = ...): that is a gradient of theirs."""
         if list(map(_data_pointer, self.views)) == self._pointers:
             return
-        for index in self.placed:
-            if self.views[index].data_ptr() != self._pointers[index]:
+        for holders in (self._holders_staged, self._holders_at_home):
+            indices = holders.indices if holders is not None else ()
+            lost = [index for index in indices if self.views[index].data_ptr() != self._pointers[index]]
+            if holders is None or not lost:
+                continue
+            left = holders.are_left(lost, self._shows_view)
+            for index in lost:
                 self.views[index] = self._new_view(index)
-                holders = self._holders_staged if index in self.staged else self._holders_at_home
-                if holders is not None:
-                    holders.count_anew(index)
+                holders.count_anew(index)
+            if not left:
+                self._leave(holders, lost)
+
+    def _shows_view(self, index: int) -> bool:
+        return self._params[index].grad is self.views[index]
 
     def _leave_kept(self, holders: Holders | None) -> None:
         """Let gradients that the user has kept from an earlier step keep their values."""
-        if holders is None or not (kept := holders.kept()):
-            return
+        if holders is not None and (kept := holders.kept()):
+            self._leave(holders, kept)
+
+    def _leave(self, holders: Holders, kept: Sequence[int]) -> None:
+        """Leave all of this memory to who keeps some of it, and make new one."""
         self._renewals += 1
         self._kept.update(kept if self._renewals <= _RENEWALS else self.placed)
         self.memory.renew(staged=holders is self._holders_staged)
@@ -359,11 +370,10 @@ class Places:
     def _alone(gradients: list[torch.Tensor]) -> bool:
         return max(map(getrefcount, gradients)) <= _OURS_ALONE
 
-    def drop(self, indices: Iterable[int]) -> set[int]:
-        """Have these show no gradient; return all parameters of which something is held back."""
-        for index in indices:
-            self._params[index].grad = None
-        return self.held
+    def held_among(self, parameters: Sequence[torch.nn.Parameter]) -> set[int]:
+        """The numbers of those of `parameters` of which something is held back."""
+        held = {id(self._params[index]) for index in self.held}
+        return {index for index, parameter in enumerate(parameters) if id(parameter) in held} if held else set()
 
     def hold_back(self, indices: Iterable[int]) -> None:
         """Keep what these parameters have accumulated in their places, and show no gradient."""

@@ -68,8 +68,7 @@ class Reducer:
         unfrozen: Callable[[], None] = _nothing,
     ) -> None:
         self.group, self.caps = group, tuple(caps)
-        self.weights, self.residue, self.schedule = Weights(), Residue(), Schedule()
-        self.statistics = Statistics()
+        self.weights, self.residue, self.schedule, self.statistics = Weights(), Residue(), Schedule(), Statistics()
         self.divisor: int | None = None
         self.comm_hook: HookRunner | None = None
         self.takes_when_joined = False  # a rank out of data keeps its gradients, unless an optimizer needs the others'
@@ -78,12 +77,12 @@ class Reducer:
         self.monitor = Monitor()
         self.on_build: Callable[[], None] = _nothing
         self.after_flush: list[Callable[[], None]] = []
-        self.skippers: list[int] = []  # ranks that have skipped the step of the last flush
-        self.runners: list[int] = []  # ranks that have run it
+        self.skippers: list[int] = []  # ranks that have skipped the step of the last flush; then those that have run it
+        self.runners: list[int] = []
         self.stale = True
         self.produced: set[int] = set()  # not synchronised since they were produced
         self.named: list[tuple[str, torch.nn.Parameter]] = []
-        self.watch = Watch(weakly(self.backward_begins), weakly(self._ended), unfrozen, weakly(self._unwatched))
+        self.watch = Watch(weakly(self.backward_begins), weakly(self._ended), unfrozen)
         self.contexts = Contexts(weakly(self.watch.leaf_reached))
         self._local_now, self._sparse_names = local_now, sparse_names
         self._places: Places | None = None
@@ -164,15 +163,22 @@ class Reducer:
 
     def drop_local(self) -> None:
         """Drop the gradients that this rank has accumulated since the last flush, and their items."""
-        self.produced &= self.places.drop(self.produced)
+        for index in self.produced:
+            self.parameters[index].grad = None
+        self._forget_local()
+
+    def notice_dropped(self) -> None:
+        """Forget the items of gradients that the user has dropped, by zeroing them too."""
+        if self.residue.is_dropped(self.weights):
+            self._forget_local()
+
+    def _forget_local(self) -> None:
+        self.produced &= self.places.held_among(self.parameters)
         self.weights.drop_round(bool(self.produced))
 
     def _take_back(self, kept: Collection[int]) -> None:
         if self._places is not None:
             self._places.take_back(kept)
-
-    def _unwatched(self) -> Sequence[torch.Tensor]:
-        return self.monitor.unwatched()
 
     def _ended(self, fired: frozenset[int], forwards: list[Local]) -> None:
         self.before_end()

@@ -44,14 +44,10 @@ class Residue:
         self._left: list[_Left] = []
         self._flushes = 0
 
-    def check(self, parameters: Sequence[torch.Tensor], weights: Weights, held: bool) -> None:
-        """Look, when a weighed backward begins; raises ValueError where the round cannot be weighed exactly.
-
-        `held` says that gradients of earlier rounds are held back.
-        """
+    def check(self, parameters: Sequence[torch.Tensor], weights: Weights) -> None:
+        """Look, when a weighed backward begins; raises ValueError where the round cannot be weighed exactly."""
         if weights.is_in_backward:
             return
-        self.forget_dropped(weights, held)
         if not weights.weighed:
             self._found = any(bool(gradient.any()) for _, gradient in _smallest(parameters))
         # With a common unit gradients are sums until they are synchronised, in the first micro-batch already.
@@ -64,13 +60,12 @@ class Residue:
             self._flushes = weights.flushes
             self._left = [_Left(p, id(gradient), gradient._version) for p, gradient in _smallest(parameters)]
 
-    def forget_dropped(self, weights: Weights, held: bool) -> bool:
-        """Take the items of this round away, and return True, if the user has dropped all that its backwards left."""
-        if not (weights.weighed and self._left and self._flushes == weights.flushes):
+    def is_dropped(self, weights: Weights) -> bool:
+        """Whether the user has dropped all that the backwards of this round have left. Says so once."""
+        if not (weights.weighed and self._left and self._flushes == weights.flushes) or weights.is_in_backward:
             return False
         if not all(each.is_dropped() for each in self._left):
             return False
-        weights.drop_round(held)
         self._left, self._found = [], False
         return True
 

@@ -93,7 +93,7 @@ class Watch:
     `begins()` is called at the first sign of a backward, `ended(fired, forwards)` when the outermost one has
     ended: the numbers of the parameters whose hook has run, and what was given to output_reached(). What
     `ended` raises comes out of backward(). `others()` is called before, if a parameter has got a gradient that was
-    frozen, or is among the `unwatched()`: it puts the watch on that one too.
+    frozen, or is among the `unwatched()`, which have no hook: it puts the watch on that one too.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class Watch:
         begins: Callable[[], None],
         ended: Callable[[frozenset[int], list[Local]], None],
         others: Callable[[], None],
-        unwatched: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> None:
         self.order = next(_construction)
-        self._begins, self._ended, self._others, self._unwatched = begins, ended, others, unwatched
+        self._begins, self._ended, self._others = begins, ended, others
+        self.unwatched: Callable[[], Sequence[torch.Tensor]] = tuple
         self._numbers: dict[int, int] = {}
         self._handles: list[RemovableHandle] = []
         self._noted: _Waiting | _Noting | _Dropped = _Waiting()
@@ -215,7 +215,7 @@ class Watch:
     def backward_ended(self) -> None:
         """See backward.Listener."""
         try:
-            self._noted.extend(self._unwatched())
+            self._noted.extend(self.unwatched())
             self._ended(self._fired(), self._forwards)
         finally:
             self._clear()

@@ -75,6 +75,11 @@ class Weights:
             self._ledgers[ledger] = self._ledgers.get(ledger, 0.0) + self._counted
         self._counted = 0.0
 
+    @property
+    def owes(self) -> bool:
+        """Whether items have been counted that no synchronisation has seen."""
+        return self._counted > 0.0 or any(self._ledgers.values())
+
     def total_of(self, ledger: int) -> float:
         """The items that the gradients of a ledger are the mean of."""
         return self._ledgers.get(ledger, 0.0)

@@ -18,6 +18,22 @@ from tests.procs.launching import MARK, Launch, gone, launch
 
 __all__ = ["launch"]  # the fixture
 
+
+def test_the_forward_of_a_compiled_wrapper_is_compiled_once_not_in_every_step() -> None:
+    def program(rank: int) -> list[int]:
+        from torch._dynamo.utils import counters  # its import takes a second
+
+        compiled, seen = torch.compile(DistributedDataParallel(nn.Linear(3, 3)), backend="eager"), []
+        for _ in range(3):
+            for _ in range(4):
+                compiled(torch.ones(2, 3)).sum().backward()
+            seen.append(counters["frames"]["total"])
+        return seen
+
+    for _, after_8, after_12 in run(2, program, over="processes", timeout=90):
+        assert after_8 == after_12
+
+
 TRAIN = """
 import torch, phalanx
 torch.set_num_threads(1)

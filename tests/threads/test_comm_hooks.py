@@ -93,6 +93,28 @@ def test_what_a_hook_sees_of_its_bucket():
     assert sorted(shape for _, _, shapes in seen for shape in shapes) == [(4,), (4, 8), (8,), (8, 8)]
 
 
+def test_gradients_of_channels_last_parameters_are_contiguous_for_hooks_as_in_torch():
+    def program(rank: int) -> list:
+        model = ddp(nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last))
+
+        def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+                assert gradient.view(gradient.shape[0], -1).shape[0] == parameter.shape[0]
+            return at_once(None, bucket)
+
+        def step() -> list:
+            model.zero_grad()
+            model(torch.arange(50.0).view(1, 2, 5, 5) * (rank + 1)).sum().backward()
+            return [p.grad.tolist() for p in model.parameters()]
+
+        plain = step()
+        model.register_comm_hook(None, hook)
+        assert step() == plain
+        return plain
+
+    same_on_all(2, program)
+
+
 def test_hooks_and_unused_parameters():
     def program(rank: int) -> list:
         model, seen = ddp(Branches(), bucket_cap_mb=0.000001), []

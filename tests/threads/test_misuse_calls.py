@@ -72,6 +72,16 @@ def unscales(ddp: DistributedDataParallel) -> None:
         parameter.grad.div_(1024.0)
 
 
+def replaces(ddp: DistributedDataParallel) -> None:
+    for parameter in ddp.parameters():
+        parameter.grad = parameter.grad * 0.1
+
+
+def gives_other_data(ddp: DistributedDataParallel) -> None:
+    for parameter in ddp.parameters():
+        parameter.grad.data = parameter.grad.data * 0.1
+
+
 def zeroes(ddp: DistributedDataParallel) -> None:
     ddp.zero_grad(set_to_none=False)
 
@@ -100,7 +110,7 @@ def accumulating(between: Callable[[DistributedDataParallel], None], again: int 
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("between", [clips, unscales])
+@pytest.mark.parametrize("between", [clips, unscales, replaces, gives_other_data])
 def test_gradients_changed_before_their_synchronisation_are_named_once(between: Any, ranks: int) -> None:
     found = warned(ranks, accumulating(between))
     assert [(each.name, each.rank) for each in found] == [("clip-before-sync", rank) for rank in range(ranks)]
@@ -155,6 +165,17 @@ def test_a_step_on_gradients_that_are_local_is_named_once_with_its_parameters() 
     found = warned(2, program)
     assert [(each.name, each.rank) for each in found] == [("unsynchronised-step", rank) for rank in range(2)]
     assert "SGD.step()" in found[0].what and "0.weight, 0.bias, 2.weight and 1 more" in found[0].what
+
+
+def test_a_step_on_local_gradients_that_were_zeroed_is_no_misuse() -> None:
+    def program(rank: int) -> None:
+        ddp, optimizer = model_and_optimizer()
+        with ddp.no_sync():
+            backward(ddp, rank)
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+
+    assert named(2, program) == []
 
 
 def test_a_step_on_layers_that_are_local_names_these() -> None:

@@ -19,23 +19,39 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PHALANX_TRANSPORT", request.param)
 
 
+def nothing(_: Tensor) -> None:
+    pass
+
+
+def data(gradient: Tensor) -> Tensor:
+    return gradient.data
+
+
+def a_view(gradient: Tensor) -> Tensor:
+    return gradient.detach()[:]
+
+
 @pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("alias", [True, False], ids=["the old data are kept", "dropped"])
-def test_a_gradient_that_was_given_other_data_is_gone_when_it_is_dropped(alias: bool, to_none: bool) -> None:
+@pytest.mark.parametrize("keep", [nothing, data, a_view], ids=lambda keep: keep.__name__)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_gradient_that_was_given_other_data_is_gone_when_it_is_dropped(
+    layers: int, keep: Callable[[Tensor], Tensor | None], to_none: bool
+) -> None:
+    """What somebody keeps of the old data keeps its values."""
+
     def program(rank: int) -> list[float]:
-        model, seen, kept = ddp(one()), [], []
-        weight = model.module.weight
-        for _ in range(4):
-            model(x_of(rank)).sum().backward()
-            seen.append(weight.grad.item())
-            if alias:
-                kept.append(weight.grad.data)
-            weight.grad.data = weight.grad.data * 0.5  # clipping by hand
+        model, seen, kept = ddp(nn.Sequential(*(one() for _ in range(layers)))), [], []
+        for step in range(4):
+            model(x_of(rank) * 10**step).sum().backward()
+            for p in model.parameters():
+                kept.append((keep(p.grad), 1.5 * 10**step))
+                seen.append(p.grad.item() / 10**step)
+                p.grad.data = p.grad.data * 0.5  # clipping by hand
             model.zero_grad(set_to_none=to_none)
-        assert all(each.item() == 1.5 for each in kept)
+        assert all(each is None or each.item() == value for each, value in kept)
         return seen
 
-    assert same_on_all(2, program) == [1.5] * 4
+    assert same_on_all(2, program) == [1.5] * 4 * layers
 
 
 def test_other_data_and_then_another_gradient_are_accumulated_onto() -> None:
@@ -102,50 +118,122 @@ def swapped(model: Convolved) -> None:
     torch.utils.swap_tensors(model.head.weight, nn.Parameter(torch.full((2, 3), 0.25)))
 
 
-CHANGES = [channels_last, one_layer_in_double, all_in_double, another_shape, another_layer, one_more_layer, swapped]
+def a_child_of_a_childless_layer(model: Convolved) -> None:
+    model.conv.adapter = filled(nn.Conv2d(2, 3, 3), seed=3)
+    model.conv.register_forward_hook(lambda conv, inputs, output: output + conv.adapter(inputs[0]))
+
+
+def the_first_parameter_of_a_module(model: Convolved) -> None:
+    model.scale = nn.Parameter(torch.full((2,), 0.5))
+    model.register_forward_hook(lambda model, _, output: output * model.scale)
+
+
+def one_less(model: Convolved) -> None:
+    model.conv.bias = None
+
+
+CHANGES = [
+    channels_last, one_layer_in_double, all_in_double, another_shape, another_layer, one_more_layer, swapped,
+    a_child_of_a_childless_layer, the_first_parameter_of_a_module, one_less,
+]  # fmt: skip
+
+
+def _batch(rank: int) -> Tensor:
+    return torch.randn(2, 2, 5, 5, generator=generator(rank))
+
+
+def _loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def _expected(change: Callable[[Convolved], None]) -> oracle.Gradients:
+    truth = filled(Convolved())
+    change(truth)
+    return oracle.gradients(truth, _loss, [[_batch(rank)] for rank in range(2)])
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("wrapper", [True, False], ids=["model(x)", "model.module(x)"])
-@pytest.mark.parametrize("local", [True, False])
-@pytest.mark.parametrize("zeroed", [True, False], ids=["without gradients", "with gradients"])
 def test_gradients_after_a_change_are_the_mean_and_have_the_form_of_their_parameter(
-    change: Callable[[Convolved], None], wrapper: bool, local: bool, zeroed: bool
+    change: Callable[[Convolved], None], wrapper: bool
 ) -> None:
-    def build() -> Convolved:
-        return filled(Convolved())
-
-    def x(rank: int) -> Tensor:
-        return torch.randn(2, 2, 5, 5, generator=generator(rank))
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch).square().mean()
-
     def program(rank: int) -> list[oracle.Gradients]:
-        model, seen = ddp(build()), []
-        loss(model, x(rank)).backward()
-        if zeroed:
-            model.zero_grad()
-        change(model.module)
-        for _ in range(2):
-            model.zero_grad()
-            if local:
-                with model.no_sync():
-                    loss(model if wrapper else model.module, x(rank)).backward()
-            loss(model if wrapper else model.module, x(rank)).backward()
-            seen.append(oracle.gradients_of(model))
-            for p in model.parameters():
-                assert (p.grad.dtype, p.grad.stride()) == (p.dtype, p.stride())
+        seen = []
+        for zeroed in (True, False):
+            model = ddp(filled(Convolved()))
+            _loss(model, _batch(rank)).backward()
+            if zeroed:
+                model.zero_grad()
+            change(model.module)
+            for _ in range(2):
+                model.zero_grad()
+                _loss(model if wrapper else model.module, _batch(rank)).backward()
+                seen.append(oracle.gradients_of(model))
+                for p in model.parameters():
+                    assert (p.grad.dtype, p.grad.stride()) == (p.dtype, p.stride())
         return seen
 
-    truth = build()
-    change(truth)
-    expected = oracle.gradients(truth, loss, [[x(rank)] for rank in range(2)])
-    if local:
-        expected = {name: None if gradient is None else 2 * gradient for name, gradient in expected.items()}
     for seen in run(2, program):
         for gradients in seen:
-            oracle.assert_close(gradients, expected, rtol=1e-5, atol=1e-6)
+            oracle.assert_close(gradients, _expected(change), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [channels_last, swapped, one_less], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("wrapper", [True, False], ids=["model(x)", "model.module(x)"])
+@pytest.mark.filterwarnings("error::phalanx.MisuseWarning")
+def test_a_change_between_two_micro_batches(change: Callable[[Convolved], None], wrapper: bool) -> None:
+    """What has accumulated of other parameters is synchronised too."""
+
+    def program(rank: int) -> oracle.Gradients:
+        model = ddp(filled(Convolved()))
+        with model.no_sync():
+            _loss(model, _batch(rank)).backward()
+        model.module.zero_grad()
+        change(model.module)
+        with model.no_sync():
+            _loss(model if wrapper else model.module, _batch(rank)).backward()
+        _loss(model if wrapper else model.module, _batch(rank)).backward()
+        return oracle.gradients_of(model)
+
+    expected = {name: None if gradient is None else 2 * gradient for name, gradient in _expected(change).items()}
+    for gradients in run(2, program):
+        oracle.assert_close(gradients, expected, rtol=1e-5, atol=1e-6)
+
+
+class Late(nn.Module):
+    """Makes a layer when it is first called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = one()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late = one()
+        return self.late(self.first(x))
+
+
+def test_a_layer_that_the_first_forward_makes() -> None:
+    def program(rank: int) -> list[float]:
+        model, seen = ddp(Late()), []
+        for _ in range(3):
+            model(x_of(rank)).sum().backward()
+            seen += [model.module.first.weight.grad.item(), model.module.late.weight.grad.item()]
+            model.zero_grad()
+        return seen
+
+    assert same_on_all(2, program) == [1.5] * 6
+
+
+def test_a_first_buffer_that_comes_later_is_rank_0s() -> None:
+    def program(rank: int) -> float:
+        model = ddp(one())
+        model.module.register_buffer("rank", torch.tensor(float(rank)))
+        model(x_of(rank)).sum().backward()
+        model(x_of(rank)).sum().backward()
+        return model.module.rank.item()
+
+    assert run(2, program) == [0.0, 0.0]
 
 
 @contextmanager

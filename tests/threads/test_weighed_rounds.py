@@ -153,6 +153,21 @@ def test_random_rounds(seeds: range, transport: str, monkeypatch: pytest.MonkeyP
         run(ranks, program, ranks, timeout=60)
 
 
+@pytest.mark.parametrize("use", ["ab", "b"])
+def test_items_of_a_rank_that_has_left_count_for_a_layer_that_it_has_not_used(use: str) -> None:
+    def program(rank: int) -> list[float]:
+        model = ddp(Three())
+        model.sync_policy("a", every=2)
+        with model.join():
+            for _ in range(2 if rank == 0 else 1):
+                model.zero_grad()
+                x, used = (torch.full((1,), 4.0), "ab") if rank == 0 else (torch.zeros(2), use)
+                model.weigh(model(x.double(), used), len(x)).backward()
+        return [model.module.a.grad.item(), model.module.b.grad.item()]
+
+    assert run(2, program) == [[2.0, 4.0]] * 2  # over 1 + 1 + 2 items; over 1
+
+
 def test_a_factor_of_one_beside_another_factor() -> None:
     """The unit of what is held back is rank 0's number of items in the step that is synchronised."""
 
