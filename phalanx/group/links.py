@@ -240,9 +240,10 @@ class Switchboard:
             calls = {self.rank: said, awaited.peer: "nothing any more: it has finished and left"}
             raise RankMismatchError(
                 calls, self.rank,
-                "Usual cause: that rank made fewer calls, because it had fewer batches, or since this call is one that "
-                "only some ranks make (`if phalanx.is_main():`). Instead: have every rank make the call; for batches, "
-                "give every rank the same number, or write `with ddp.join():` around the loop.",
+                "Usual cause: that rank made fewer calls, as it had fewer batches or left out a backward (NaN), or "
+                "since this call is one that only some ranks make (`if phalanx.is_main():`). Instead: have every rank "
+                "make the call; give every rank the same number of batches, or write `with ddp.join():` around the "
+                "loop; call `ddp.skip()` in place of a backward that is left out.",
             )  # fmt: skip
 
     def _look_again(self, awaited: Link, box: Sized, members: list[Link], call: Any) -> None:

@@ -85,7 +85,7 @@ def buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | Non
                 "broadcast_buffers is deprecated in torch 2.13: use forward_sync_buffers. "
                 "broadcast_buffers=False also leaves buffers alone when wrapping, forward_sync_buffers=False does not"
             )
-        warnings.warn(text, FutureWarning, stacklevel=4)
+        warnings.warn(text, FutureWarning, stacklevel=3)
     if forward_sync_buffers is not None:
         return forward_sync_buffers, True
     wanted = True if broadcast_buffers is None else broadcast_buffers

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -61,12 +59,11 @@ def test_flags_that_have_no_meaning_here_are_accepted(name: str):
     assert same_on_all(2, program) == 1.5
 
 
-def test_the_older_name_of_buffer_synchronisation_warns():
+def test_the_older_name_of_buffer_synchronisation_warns_where_it_is_used():
     def program(rank: int) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", FutureWarning)
-            with pytest.raises(FutureWarning, match="forward_sync_buffers"):
-                ddp(one(), broadcast_buffers=False)
+        with pytest.warns(FutureWarning, match="forward_sync_buffers") as caught:
+            DistributedDataParallel(one(), broadcast_buffers=False)
+        assert [each.filename for each in caught] == [__file__]
 
     run(1, program)
 
