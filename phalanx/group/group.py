@@ -167,8 +167,7 @@ class Group:
                 f"{name_ranks(following)}", "gather them before or after join(); inside, gather tensors", self.rank,
             )  # fmt: skip
         if call.operation in _NOT_TO_FOLLOW or (rooted and call.root in following):
-            told = {p: ticket.describe(got[p], dtypes.NAMES, _REDUCTIONS) for p in active}
-            told |= {p: "no call: it has run out of data and follows the others" for p in following}
+            told = {p: ticket.describe(wire, dtypes.NAMES, _REDUCTIONS) for p, wire in enumerate(got)}
             told[self.rank] += f" at {call_site.here()}" if self.rank in active else ""
             raise RankMismatchError(told, self.rank, "Make this call before or after join(), or while all ranks run.")
 

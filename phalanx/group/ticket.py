@@ -163,6 +163,8 @@ def describe(wire: bytes, dtype_names: Mapping[int, str], reduction_names: Mappi
     t = decode(wire)
     name = t.operation.name.lower()
     if t.operation is Operation.FOLLOW:
+        if t.state is State.SKIPPING:
+            return "skip(): it follows the others through their step"
         return "no call: it has run out of data and follows the others"
     if t.operation is Operation.GRADIENTS:
         part = f"some layers (set {t.root & 0xFFFF:04x}) of " if t.root >= 0 else ""

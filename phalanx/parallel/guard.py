@@ -190,10 +190,11 @@ class Guard(Monitor):
             begun = set(map(id, reducer.watch.noted))
             early.update((name, parameter) for name, parameter in reducer.named if id(parameter) in begun)
         early = {name: p for name, p in early.items() if p.grad is not None and id(p) in stepped}
-        if "unsynchronised-step" not in self._warned:
+        is_told = "unsynchronised-step" in self._warned
+        if not is_told:
             early = {name: p for name, p in early.items() if p.grad is not None and p.grad.any()}  # not zeroed ones
         self.drift.apart.update(map(id, early.values()))
-        if early and "unsynchronised-step" not in self._warned:
+        if early and not is_told:
             self._warned.add("unsynchronised-step")
             misuse.warn(
                 "unsynchronised-step",

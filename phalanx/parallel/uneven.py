@@ -125,7 +125,10 @@ class Uneven(Wrapped):
             )  # fmt: skip
         if self._local_now() >= self._reducer.everything:
             return
+        self._follow_model()
         follower, reducer = Follower(self._group.core), self._reducer
+        if reducer.stale and not self.modules_buffers:  # else the others begin with the buffers, in their forward
+            reducer.build()
         reducer.notice_dropped()
         if self._group.core.size == 1:
             if reducer.produced:

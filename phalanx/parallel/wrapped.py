@@ -39,6 +39,7 @@ class Wrapped(nn.Module):
     _local_now: Callable[[], Local]
     _attach: Callable[[PhalanxProcessGroup], None]
     _remember_structure: Callable[[], None]
+    _follow_model: Callable[[], None]
     _structure: Structure
     _trainable: Callable[[], list[tuple[str, nn.Parameter]]]
     _low: LowPrecision | None

@@ -200,6 +200,29 @@ def test_a_change_between_two_micro_batches(change: Callable[[Convolved], None],
         oracle.assert_close(gradients, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("change", [channels_last, all_in_double, another_layer], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("forward", [True, False])
+def test_a_rank_that_skips_the_first_step_after_a_change(change: Callable[[Convolved], None], forward: bool) -> None:
+    def program(rank: int) -> oracle.Gradients:
+        model = ddp(filled(Convolved()))
+        _loss(model, _batch(rank)).backward()
+        model.zero_grad()
+        change(model.module)
+        if rank == 0:
+            if forward:
+                model(_batch(rank))
+            model.skip()
+        else:
+            _loss(model, _batch(rank)).backward()
+        return oracle.gradients_of(model)
+
+    truth = filled(Convolved())
+    change(truth)
+    expected = oracle.gradients(truth, _loss, [[_batch(1)]])
+    for gradients in run(2, program):
+        oracle.assert_close(gradients, expected, rtol=1e-5, atol=1e-6)
+
+
 class Late(nn.Module):
     """Makes a layer when it is first called."""
 
