@@ -50,7 +50,7 @@ class Guard(Monitor):
         self._reducer = weakref.ref(model._reducer)
         self._core = model._group.core
         self._before_sync = False  # a backward has begun that has neither been synchronised nor kept local
-        self._kept: list[tuple[str, nn.Parameter, _State]] = []  # whose gradients are local, and what is known of these
+        self._kept: list[tuple[str, nn.Parameter, int]] = []  # whose gradients are local, and these gradients' versions
         self._warned: set[str] = set()
         self._seeds_compared = self._begun = False
         self._model = weakref.ref(model)
@@ -80,7 +80,7 @@ class Guard(Monitor):
         reducer = self._reducer()
         if reducer is not None and self._core.size > 1:
             few = [reducer.named[index] for index in islice(_pending(reducer), _LOOKED_AT)]
-            self._kept = [(name, p, _state(p.grad)) for name, p in few if p.grad is not None]
+            self._kept = [(name, p, p.grad._version) for name, p in few if p.grad is not None]
 
     def flushing(self) -> int:
         """See Monitor."""
@@ -106,7 +106,7 @@ class Guard(Monitor):
         model = self._model()
         if model is None:
             return ()
-        if self._looked_at is not model._structure:  # a forward may add to what it has found
+        if self._looked_at is not model._structure or model._structure.has_grown():  # by what a forward has made
             self._looked_at, self.forward_since_backward = model._structure, False
         unseen = [] if self.forward_since_backward else self._unseen(model)
         self.forward_since_backward = False
@@ -117,7 +117,7 @@ class Guard(Monitor):
         model = self._model()
         if model is None or self.forward_since_backward or not self._has_changed(model):
             return
-        if model._structure.is_converted():
+        if model._low is None and model._structure.is_converted():
             model._reducer.stale = True
             model._remember_structure()
 
@@ -127,7 +127,7 @@ class Guard(Monitor):
 
     def _has_changed(self, model: Wrapped) -> bool:
         structure = model._structure
-        return model._low is None and not structure.is_as_before() and not structure.is_borrowed()
+        return not structure.is_as_before(unconverted=model._low is None) and not structure.is_borrowed()
 
     # -- what can be wrong ---------------------------------------------------------------------------
 
@@ -146,11 +146,10 @@ class Guard(Monitor):
         kept, self._kept = self._kept, []
         begun = set(map(id, reducer.watch.noted))
         changed = []
-        for name, parameter, state in kept:
+        for name, parameter, version in kept:
             grad = parameter.grad
-            if grad is None or id(parameter) in begun or _state(grad) == state:
-                continue
-            if grad.any():  # zeroing drops them, which is right
+            written = grad is not None and grad._version != version and id(parameter) not in begun
+            if grad is not None and written and grad.any():  # zeroing drops them, which is right
                 changed.append(name)
         if changed and "clip-before-sync" not in self._warned:
             self._warned.add("clip-before-sync")
@@ -252,14 +251,6 @@ def warn_wrapped_twice(names: list[str], rank: int) -> None:
         "cost, and no_sync() of one does not hold for the other",
         "wrap once, the outermost module; `del ddp` before wrapping its module again", rank,
     )  # fmt: skip
-
-
-_State = tuple[int, int, int]
-
-
-def _state(gradient: torch.Tensor) -> _State:
-    """What is other after a gradient was written to, or replaced, or given other memory."""
-    return id(gradient), gradient.data_ptr(), gradient._version
 
 
 def _pending(reducer: Reducer) -> Iterable[int]:

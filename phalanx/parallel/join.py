@@ -170,6 +170,7 @@ class Join(TorchJoin):
     def _ticket(self, followed: int) -> Ticket:
         reducers = [model._reducer for model in self._models]
         for reducer in reducers:
+            reducer.notice_dropped()
             if reducer.produced:
                 return reducer.following_ticket(State.JOINED, followed)
         for reducer in reducers:

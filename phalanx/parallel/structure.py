@@ -27,6 +27,7 @@ class Structure:
         holding = [m._parameters for m in self.modules] + [m._modules for m in self.modules]
         self._parameter_dicts = [m._parameters for m in self.modules if m._parameters]
         self._holding, self._empty = _parted(holding)
+        self._sizes = list(map(len, self._holding))
         self._held = list(_values(self._holding))
         self._buffer_dicts, self._without_buffers = _parted([m._buffers for m in self.modules])
         self._buffers_held = list(_values(self._buffer_dicts))
@@ -50,6 +51,10 @@ class Structure:
             and list(map(_requires_grad, self.parameters)) == self._required
             and not (unconverted and self.is_converted())
         )
+
+    def has_grown(self) -> bool:
+        """Whether a module holds other numbers of parameters or modules: quick to see at the end of every backward."""
+        return any(self._empty) or list(map(len, self._holding)) != self._sizes
 
     def has_its_buffers(self) -> bool:
         """Whether the buffers are the same."""

@@ -155,12 +155,12 @@ class Places:
         for index in self.placed:
             parameter, view = self._params[index], self.views[index]
             gradient = parameter.grad
-            if gradient is not None and id(gradient) in before:
-                view.copy_(gradient)
-                parameter.grad = view
-            elif id(parameter) in held and gradient is None:
+            if id(parameter) in held:
                 view.copy_(held[id(parameter)])
                 self.held.add(index)
+            elif gradient is not None and id(gradient) in before:
+                view.copy_(gradient)
+                parameter.grad = view
 
     # -- around a backward ---------------------------------------------------------------------------
 

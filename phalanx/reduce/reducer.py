@@ -97,10 +97,10 @@ class Reducer:
 
         If one of `frozen` gets a gradient all the same, `unfrozen()` is called when that backward has ended.
         """
-        pending = {self.named[index][0] for index in self.produced}
+        pending = {id(self.named[index][1]) for index in self.produced}
         self.named = list(named)
         self.parameters = [parameter for _, parameter in named]
-        self.produced = {index for index, (name, _) in enumerate(named) if name in pending}
+        self.produced = {index for index, parameter in enumerate(self.parameters) if id(parameter) in pending}
         self.everything = frozenset(range(len(named)))
         self.watch.put_on(self.parameters, frozen)
         self.contexts.watch(self.parameters, frozen)

@@ -9,31 +9,15 @@ Gradients that somebody zeroes within a round take their items with them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import nsmallest
-from typing import NamedTuple
 
 import torch
 
 from phalanx.reduce.weights import Weights
 
 _LOOKED_AT = 8
-"""How many gradients are looked at, the smallest: whatever zeroes, zeroes all."""
-
-
-class _Left(NamedTuple):
-    """A gradient that a backward has left, and its version then."""
-
-    parameter: torch.Tensor
-    gradient: int
-    version: int
-
-    def is_dropped(self) -> bool:
-        """Whether somebody has written zeros over it, has replaced it by zeros, or has removed it."""
-        now = self.parameter.grad
-        if now is None:
-            return True
-        return (id(now) != self.gradient or now._version != self.version) and not bool(now.any())
+"""How many gradients of an earlier step are looked for, the smallest: whatever zeroes, zeroes all."""
 
 
 class Residue:
@@ -41,7 +25,7 @@ class Residue:
 
     def __init__(self) -> None:
         self._found = False
-        self._left: list[_Left] = []
+        self._left: list[torch.Tensor] = []
         self._flushes = 0
 
     def check(self, parameters: Sequence[torch.Tensor], weights: Weights) -> None:
@@ -49,28 +33,35 @@ class Residue:
         if weights.is_in_backward:
             return
         if not weights.weighed:
-            self._found = any(bool(gradient.any()) for _, gradient in _smallest(parameters))
+            self._found = _is_any(nsmallest(_LOOKED_AT, _gradients(parameters), key=torch.Tensor.numel))
         # With a common unit gradients are sums until they are synchronised, in the first micro-batch already.
         if self._found and (weights.weighed or weights.common_unit):
             raise ValueError("weigh() on top of the gradients of an earlier step, which it would scale too")
 
     def left(self, parameters: Sequence[torch.Tensor], weights: Weights) -> None:
-        """Remember what a backward leaves to be accumulated onto, if it was weighed."""
+        """Remember what a backward leaves to be accumulated onto, if it was weighed.
+
+        Gradients that are zero by themselves could not be told from zeroed ones later: they are taken to stay.
+        """
         if weights.weighed:
             self._flushes = weights.flushes
-            self._left = [_Left(p, id(gradient), gradient._version) for p, gradient in _smallest(parameters)]
+            left = sorted(parameters, key=torch.Tensor.numel)
+            self._left = left if _is_any(_gradients(left)) else []
 
     def is_dropped(self, weights: Weights) -> bool:
         """Whether the user has dropped all that the backwards of this round have left. Says so once."""
         if not (weights.weighed and self._left and self._flushes == weights.flushes) or weights.is_in_backward:
             return False
-        if not all(each.is_dropped() for each in self._left):
+        if _is_any(_gradients(self._left)):
             return False
         self._left, self._found = [], False
         return True
 
 
-def _smallest(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The parameters of the smallest gradients, and these."""
-    found = [(p, g) for p in parameters if (g := p.grad) is not None and g.layout is torch.strided and g.numel()]
-    return nsmallest(_LOOKED_AT, found, key=lambda each: each[1].numel())
+def _gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    return (g for p in parameters if (g := p.grad) is not None and g.layout is torch.strided and g.numel())
+
+
+def _is_any(gradients: Iterable[torch.Tensor]) -> bool:
+    """Whether one of them is not zero; usually the first is not."""
+    return any(bool(gradient.any()) for gradient in gradients)

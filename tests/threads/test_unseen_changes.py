@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from phalanx import MisuseWarning
 from phalanx.testing import generator, oracle, run
@@ -224,28 +225,66 @@ def test_a_rank_that_skips_the_first_step_after_a_change(change: Callable[[Convo
 
 
 class Late(nn.Module):
-    """Makes a layer when it is first called."""
+    """Makes a layer at one of its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_call: int) -> None:
         super().__init__()
-        self.first = one()
+        self.layers, self.at_call = nn.ModuleList([one()]), at_call
 
     def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(self, "late"):
-            self.late = one()
-        return self.late(self.first(x))
+        self.at_call -= 1
+        if not self.at_call:
+            self.layers.append(one())
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
-def test_a_layer_that_the_first_forward_makes() -> None:
-    def program(rank: int) -> list[float]:
-        model, seen = ddp(Late()), []
-        for _ in range(3):
-            model(x_of(rank)).sum().backward()
-            seen += [model.module.first.weight.grad.item(), model.module.late.weight.grad.item()]
+@pytest.mark.parametrize("at_call", [1, 3])
+@pytest.mark.parametrize("how", ["ddp", "functional_call", "mixed precision"])
+def test_a_layer_that_a_forward_makes(how: str, at_call: int) -> None:
+    def program(rank: int) -> list[list[float]]:
+        mixed = _MixedPrecision(param_dtype=torch.float32) if how == "mixed precision" else None
+        model, seen = ddp(Late(at_call), mixed_precision=mixed), []
+        for _ in range(4):
+            if how == "functional_call":
+                output = torch.func.functional_call(model, dict(model.named_parameters()), (x_of(rank),))
+            else:
+                output = model(x_of(rank))
+            output.sum().backward()
+            seen.append([p.grad.item() for p in model.parameters()])
             model.zero_grad()
         return seen
 
-    assert same_on_all(2, program) == [1.5] * 6
+    assert same_on_all(2, program) == [[1.5]] * (at_call - 1) + [[1.5, 1.5]] * (5 - at_call)
+
+
+def test_what_is_held_back_stays_when_another_layer_is_unfrozen() -> None:
+    def program(rank: int) -> list[float]:
+        plain = nn.Sequential(one(), one())
+        plain[1].requires_grad_(False)
+        model = ddp(plain)
+        model.sync_policy("0", every=2)
+        model(x_of(rank)).sum().backward()
+        plain[1].requires_grad_(True)
+        model.zero_grad()
+        model(10 * x_of(rank)).sum().backward()
+        return [p.grad.item() for p in plain.parameters()]
+
+    assert same_on_all(2, program) == [16.5, 15.0]
+
+
+def test_what_has_accumulated_stays_when_a_layer_gets_another_name_and_is_frozen() -> None:
+    def program(rank: int) -> list[float]:
+        model = ddp(nn.Sequential(one()))
+        with model.no_sync():
+            model(x_of(rank)).sum().backward()
+        model.module[0].requires_grad_(False)
+        model.module[0] = nn.Sequential(model.module[0], one())
+        model(10 * x_of(rank)).sum().backward()
+        return [p.grad.item() for p in model.parameters()]
+
+    assert same_on_all(2, program) == [1.5, 15.0]
 
 
 def test_a_first_buffer_that_comes_later_is_rank_0s() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.testing import run
-from tests.threads.small_models import ddp
+from tests.threads.small_models import ddp, one, x_of
 
 LAYERS = "abc"
 Policies = dict[str, int]
@@ -86,11 +87,11 @@ def steps_of(seed: int, ranks: int) -> list[tuple[str, int, list[tuple[str, int,
             )
             for _ in range(ranks)
         ]
-        one = draw.randrange(ranks)
+        single = draw.randrange(ranks)
         kind = draw.choice(kinds)
         if draw.random() < 0.2 and kind == "sync" and ranks > 1:
-            batches[one] = (batches[one][0], 0, 7.0)
-        found.append((kind, one, batches))
+            batches[single] = (batches[single][0], 0, 7.0)
+        found.append((kind, single, batches))
     return [*found, ("sync", 0, [(LAYERS, rank + 1, 1.0) for rank in range(ranks)])]
 
 
@@ -103,8 +104,8 @@ def compare_with_truth(rank: int, ranks: int, seed: int, policies: Policies) -> 
         use, n, value = batch
         model.weigh(model(torch.full((max(n, 1),), value, dtype=torch.float64), use), n).backward()
 
-    for number, (kind, one, batches) in enumerate(steps_of(seed, ranks)):
-        taking_part = [each for each in range(ranks) if not kind.endswith("on one") or each == one]
+    for number, (kind, single, batches) in enumerate(steps_of(seed, ranks)):
+        taking_part = [each for each in range(ranks) if not kind.endswith("on one") or each == single]
         if kind.startswith(("drop", "zero")):
             for each in taking_part:
                 truth.rounds[each] = Share()
@@ -112,14 +113,14 @@ def compare_with_truth(rank: int, ranks: int, seed: int, policies: Policies) -> 
                 model.zero_grad(set_to_none=kind.startswith("drop"))
             continue
         for each in taking_part:
-            if not (kind == "skip" and each == one):
+            if not (kind == "skip" and each == single):
                 truth.rounds[each].add(*batches[each])
         if kind.startswith("local"):
             if rank in taking_part:
                 with model.no_sync():
                     backward(batches[rank])
             continue
-        if kind == "skip" and rank == one:
+        if kind == "skip" and rank == single:
             model.skip()
         else:
             backward(batches[rank])
@@ -166,6 +167,72 @@ def test_items_of_a_rank_that_has_left_count_for_a_layer_that_it_has_not_used(us
         return [model.module.a.grad.item(), model.module.b.grad.item()]
 
     assert run(2, program) == [[2.0, 4.0]] * 2  # over 1 + 1 + 2 items; over 1
+
+
+def zeroed_data(p: nn.Parameter) -> None:
+    p.grad.data.zero_()
+
+
+def new_zeros(p: nn.Parameter) -> None:
+    p.grad.data = torch.zeros_like(p)
+
+
+def numpy_zeros(p: nn.Parameter) -> None:
+    p.grad.numpy()[...] = 0.0
+
+
+@pytest.mark.parametrize("way", [zeroed_data, new_zeros, numpy_zeros], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("then", ["backward", "skip", "leave"])
+def test_a_round_that_was_zeroed_in_any_way_counts_for_nothing(way: Callable[[nn.Parameter], None], then: str) -> None:
+    def program(rank: int) -> float:
+        model = ddp(one(dtype=torch.float64))
+        with model.join():
+            with model.no_sync():
+                model.weigh(model(x_of(rank, torch.float64)).mean(), 3).backward()
+            if rank == 1 or then == "backward":
+                way(model.module.weight)
+            if rank == 1 and then == "skip":
+                model.skip()
+            elif rank == 0 or then == "backward":
+                model.weigh(model(x_of(rank, torch.float64)).mean(), 1).backward()
+        return model.module.weight.grad.item()
+
+    assert run(2, program) == [1.5 if then == "backward" else 1.0] * 2
+
+
+@pytest.mark.parametrize("touch", ["clone", "multiply", "nothing"])
+def test_items_of_a_flat_loss_count_whatever_touches_its_gradient(touch: str) -> None:
+    def program(rank: int) -> float:
+        model = ddp(one(dtype=torch.float64))
+        weight = model.module.weight
+        with model.no_sync():
+            model.weigh(model(0 * x_of(rank, torch.float64)).mean(), 3).backward()
+            if touch == "clone":
+                weight.grad = weight.grad.clone()
+            elif touch == "multiply":
+                weight.grad.mul_(1.0)
+        model.weigh(model(x_of(rank, torch.float64)).mean(), 1).backward()
+        return weight.grad.item()
+
+    assert run(2, program) == [1.5 / 4] * 2
+
+
+def test_zeroing_many_small_gradients_does_not_drop_the_others() -> None:
+    def program(rank: int) -> list[float]:
+        model = ddp(nn.Sequential(*(nn.Linear(2, 2) for _ in range(9))))
+        seen = []
+        for zeroes in (False, True):
+            with model.no_sync():
+                model.weigh(model(torch.ones(1, 2) * (rank + 1)).sum(), 2).backward()
+                for layer in model.module if zeroes else ():
+                    layer.bias.grad.zero_()
+            model.weigh(model(torch.ones(1, 2) * (rank + 1)).sum(), 2).backward()
+            seen.append([layer.weight.grad.norm().item() for layer in model.module])
+            model.zero_grad()
+        assert seen[0] == pytest.approx(seen[1])
+        return seen[0]
+
+    run(2, program)
 
 
 def test_a_factor_of_one_beside_another_factor() -> None:
