@@ -47,19 +47,22 @@ class Guard(Monitor):
 
     def __init__(self, model: Wrapped) -> None:
         self.drift = Drift(model)
-        self._reducer = weakref.ref(model._reducer)
+        self._model = weakref.ref(model)
         self._core = model._group.core
         self._before_sync = False  # a backward has begun that has neither been synchronised nor kept local
         self._kept: list[tuple[str, nn.Parameter, int]] = []  # whose gradients are local, and these gradients' versions
         self._warned: set[str] = set()
         self._seeds_compared = self._begun = False
-        self._model = weakref.ref(model)
         # Whether the wrapper has had a forward: since a backward ended, since an optimizer stepped. A forward only ever
         # writes to them, or torch.compile would make a variant of it for each value.
         self.forward_since_backward = self.forward_since_step = False
         self._looked_at: Structure | None = None
         self._stepped_unseen: list[tuple[str, nn.Parameter]] = []
         _watch(self)
+
+    def _reducer(self) -> Reducer | None:
+        model = self._model()
+        return None if model is None else model._reducer
 
     # -- see Monitor ---------------------------------------------------------------------------------
 
@@ -162,10 +165,10 @@ class Guard(Monitor):
 
     def is_suspicious(self) -> bool:
         """Whether an optimizer that steps now may step on gradients that are not synchronised."""
-        reducer = self._reducer()
         model = self._model()
-        if reducer is None or model is None:
+        if model is None:
             return False
+        reducer = model._reducer
         self._stepped_unseen = [] if self.forward_since_step else self._unseen(model)
         self.forward_since_step = False
         return bool(self._stepped_unseen or reducer.produced) or (self._before_sync and reducer.watch.running)

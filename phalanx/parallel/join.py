@@ -171,9 +171,8 @@ class Join(TorchJoin):
         reducers = [model._reducer for model in self._models]
         for reducer in reducers:
             reducer.notice_dropped()
-            if reducer.produced:
-                return reducer.following_ticket(State.JOINED, followed)
-        for reducer in reducers:
-            if reducer.weights.owes:  # items of layers that it has not used count too
-                return reducer.following_ticket(State.JOINED, followed)
+        # Items of layers that this rank has not used count too.
+        owing = [each for each in reducers if each.produced] or [each for each in reducers if each.weights.owes]
+        if owing:
+            return owing[0].following_ticket(State.JOINED, followed)
         return Ticket(Operation.FOLLOW, count=followed, state=State.JOINED)

@@ -169,8 +169,9 @@ class Places:
 
         Returns the parameters that had dropped their gradients.
         """
-        self._regain()
-        self._leave_kept(self._holders_at_home)
+        if self._at_home:  # the others are looked at when they settle
+            self._regain()
+            self._leave_kept(self._holders_at_home)
         params, views = self._params, self.views
         empty = all(map(is_, map(_gradient, params), _NONES))
         if empty and not self.held and len(self.placed) == len(params):
