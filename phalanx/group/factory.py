@@ -70,7 +70,7 @@ def transport_for(core: Group, store: dist.Store, kind: str = AUTO) -> Transport
     if kind == SHARED_MEMORY and not everywhere:
         raise MisuseError("transport='shared memory' for ranks on several hosts", "transport='auto'", core.rank)
     if kind in (AUTO, SHARED_MEMORY) and everywhere:
-        return SharedMemory(core.rank, core.size, core.arena(arena_bytes(core.size)))
+        return SharedMemory(core.rank, core.size, core.arena(arena_bytes(core.size)).memory)
     if kind == RING:
         return Ring(core.rank, core.size, Messages(core, RING_CHANNEL))
     if kind == AUTO and core.rank == 0:

@@ -11,7 +11,6 @@ are independent of each other and share the links.
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import socket
 import threading
@@ -28,6 +27,7 @@ from phalanx.group.slow import LongWait, wait_longer
 from phalanx.group.ticket import SIGNATURE, Operation
 from phalanx.launch.environment import LOOPBACK
 from phalanx.misuse import silenced
+from phalanx.transport.arena import Arena
 from phalanx.transport.protocol import Fence, Transport
 from phalanx.transport.reductions import Reduction
 
@@ -274,7 +274,7 @@ class Group:
 
     # -- shared memory -------------------------------------------------------------------------------
 
-    def arena(self, size: int) -> mmap.mmap:
+    def arena(self, size: int) -> Arena:
         """Make shared memory of `size` bytes. Every rank of the group, all on one host."""
         with self.lock:
             self.tickets(ticket.plain(Operation.ARENA, 0, 0, size, 0))
@@ -286,10 +286,7 @@ class Group:
                     socket.send_fds(link.side, [key], [descriptor])
             else:
                 descriptor = self._descriptor(self.board.links[self.members[0]], key)
-            try:
-                return mmap.mmap(descriptor, size)
-            finally:
-                os.close(descriptor)
+            return Arena(descriptor, size)
 
     def _descriptor(self, link: Link, key: bytes) -> int:
         started, deadline = time.perf_counter(), time.monotonic() + min(self.timeout, self.board.slow_after)

@@ -23,7 +23,7 @@ from functools import lru_cache
 SIGNATURE = struct.Struct("<BBBxiQQ8x")
 PERSONAL = struct.Struct("<BBHIdd")
 HEAD_BYTES = SIGNATURE.size + PERSONAL.size
-_DIGEST = slice(SIGNATURE.size + 2, SIGNATURE.size + 4)
+_FLAGS, _DIGEST = SIGNATURE.size + 1, slice(SIGNATURE.size + 2, SIGNATURE.size + 4)
 
 
 _CALLS: dict[int, str] = {}
@@ -73,7 +73,8 @@ class Ticket:
     `count` is in elements, `dtype` is a code of phalanx.group.dtypes, `tag` tells calls of one kind
     apart (a reducer's plan hash, say), `unit` and `total` are the weights of the gradient (see
     reduce/policy.py), `bitmap` holds one bit per parameter that this rank produced, `digest` stands for the
-    model of this rank (0: nothing is said of it).
+    model of this rank (0: nothing is said of it), `apart` says that this rank needs the results of a reduction in
+    memory of its own.
     """
 
     operation: Operation
@@ -89,6 +90,7 @@ class Ticket:
     bitmap: bytes = b""
     extra: bytes = b""
     digest: int = 0
+    apart: bool = False
 
     def signature(self) -> bytes:
         """The part that must be equal on all ranks, as bytes."""
@@ -98,7 +100,9 @@ class Ticket:
         """The whole ticket as bytes."""
         return (
             self.signature()
-            + PERSONAL.pack(self.state, self.weighed, self.digest, len(self.bitmap), self.unit, self.total)
+            + PERSONAL.pack(
+                self.state, self.weighed | self.apart << 1, self.digest, len(self.bitmap), self.unit, self.total
+            )
             + self.bitmap
             + self.extra
         )
@@ -107,11 +111,12 @@ class Ticket:
 def decode(wire: bytes) -> Ticket:
     """Read a ticket back from its bytes."""
     operation, reduction, dtype, root, count, tag = SIGNATURE.unpack_from(wire)
-    state, weighed, digest, bits, unit, total = PERSONAL.unpack_from(wire, SIGNATURE.size)
+    state, flags, digest, bits, unit, total = PERSONAL.unpack_from(wire, SIGNATURE.size)
     start = SIGNATURE.size + PERSONAL.size
     return Ticket(
         Operation(operation), reduction, dtype, count, root, tag,
-        State(state), bool(weighed), unit, total, wire[start : start + bits], wire[start + bits :], digest,
+        State(state), bool(flags & 1), unit, total, wire[start : start + bits], wire[start + bits :], digest,
+        bool(flags & 2),
     )  # fmt: skip
 
 
@@ -123,14 +128,10 @@ def plain(operation: int, reduction: int, dtype: int, count: int, root: int, tag
 _ACTIVE = PERSONAL.pack(State.ACTIVE, False, 0, 0, 1.0, 1.0)
 
 
-def carrying(wire: bytes, digest: int) -> bytes:
-    """The same encoded ticket with another digest."""
-    return wire[: _DIGEST.start] + digest.to_bytes(2, "little") + wire[_DIGEST.stop :]
-
-
-def digest(wire: bytes) -> int:
-    """The digest in an encoded ticket."""
-    return int.from_bytes(wire[_DIGEST], "little")
+def carrying(wire: bytes, digest: int, apart: bool) -> bytes:
+    """The same encoded ticket with these two."""
+    flags = wire[_FLAGS] & 1 | apart << 1
+    return wire[:_FLAGS] + bytes([flags]) + digest.to_bytes(2, "little") + wire[_DIGEST.stop :]
 
 
 def extra(wire: bytes) -> bytes:

@@ -1,6 +1,6 @@
 """Broadcasting a module's tensors from one rank: parameters and buffers at wrapping, buffers at each step.
 
-Tensors are sent packed, in one collective for each dtype and device and 64 MB. If the root turns out to
+Tensors are sent packed, in one collective for each device and 64 MB. If the root turns out to
 follow (it has run out of data, or skips this step), the lowest rank that does not sends in its place: that
 is read from the tickets, so the usual case costs nothing.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter, is_
 
 import torch
 
@@ -21,6 +22,9 @@ from phalanx.transport.reductions import Reduction
 
 _CHUNK_BYTES = 64 << 20
 _MAX_PACKS = 64
+_KEPT_BYTES = 1 << 20
+_ALIGN = 16
+_shape = attrgetter("shape")
 
 
 class Broadcaster:
@@ -31,6 +35,9 @@ class Broadcaster:
 
     def __init__(self, group: PhalanxProcessGroup, tag: int, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
         self._group, self._tag, self._tensors = group, tag, tensors
+        self._packs: list[Pack] = []
+        self._packed: list[torch.Tensor] = []
+        self._shapes: list[torch.Size] = []
         me = weakref.ref(self)
 
         def handler(number: int) -> Callable[[list[bytes], Fence], None]:
@@ -51,71 +58,109 @@ class Broadcaster:
 
         As in torch, a graph that has saved the buffers stays valid: two forwards may come before a backward.
         """
-        for received in _received(self._group, self._tensors(), root, self._tag):
-            received.put_unseen()
+        for pack in _received(self._group, self._packs_now(), root, self._tag):
+            pack.put_unseen()
 
-    def fetch(self, root: int) -> list[Received]:
-        """As `broadcast`, but leave the tensors alone; `put` writes what has come into them."""
-        return [received.kept() for received in _received(self._group, self._tensors(), root, self._tag)]
+    def fetch(self, root: int) -> list[Pack]:
+        """As `broadcast`, but leave the tensors alone; `put` writes what has come, until the next broadcast."""
+        return [pack.kept() for pack in _received(self._group, self._packs_now(), root, self._tag)]
 
     def _follow(self, number: int, got: list[bytes], fence: Fence) -> None:
         core = self._group.core
         active = next(place for place, wire in enumerate(got) if not ticket.follows(wire))
         root = ticket.decode(got[active]).root
-        pack = list(_packs(self._tensors()))[number]
-        flat = _flat(pack, root == core.rank)
-        _share(self._group, flat, root, fence)
+        pack = self._packs_now()[number]
+        if root == core.rank:
+            pack.fill()
+        _share(self._group, pack.flat, root, fence)
         if root in core.followers:
-            _share(self._group, flat, active, fence)
-        Received(flat, pack).put_unseen()
+            _share(self._group, pack.flat, active, fence)
+        pack.put_unseen()
+
+    def _packs_now(self) -> list[Pack]:
+        """The tensors packed; small packs are made once, for as long as the tensors and their shapes are the same."""
+        tensors = self._tensors()
+        if len(tensors) == len(self._packed) and all(map(is_, tensors, self._packed)):
+            if list(map(_shape, tensors)) == self._shapes:
+                return self._packs
+        packs = _packs(tensors)
+        if sum(pack.flat.numel() for pack in packs) <= _KEPT_BYTES:
+            self._packs, self._packed, self._shapes = packs, list(tensors), list(map(_shape, tensors))
+        return packs
 
 
-class Received:
-    """Values for some tensors, which hold others until `put`."""
+class Pack:
+    """Tensors of one device, and `flat`, bytes with room for the values of all of them.
 
-    def __init__(self, flat: torch.Tensor, pack: list[torch.Tensor]) -> None:
-        self._flat, self._pack = flat, pack
+    Values of one dtype follow one another without gaps.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        sizes = {dtype: sum(t.numel() for t in kind) * dtype.itemsize for dtype, kind in by_dtype.items()}
+        self.flat = torch.empty(sum(map(_aligned, sizes.values())), dtype=torch.uint8, device=tensors[0].device)
+        self._kinds: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        start = 0
+        for dtype, kind in by_dtype.items():
+            pieces = self.flat[start : start + sizes[dtype]].view(dtype).split([t.numel() for t in kind])
+            self._kinds.append((kind, [piece.view(t.shape) for piece, t in zip(pieces, kind, strict=True)]))
+            start += _aligned(sizes[dtype])
+        self._tensors = tuple(tensors)
         self._versions: list[int] | None = None
 
-    def kept(self) -> Received:
-        """For a `put` that comes later: it does nothing if somebody has written to the tensors meanwhile."""
-        self._versions = [tensor._version for tensor in self._pack]
-        return self
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Take the values of the tensors."""
+        for tensors, values in self._kinds:
+            torch._foreach_copy_(values, tensors)
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        for tensors, values in self._kinds:
+            torch._foreach_copy_(tensors, values)
 
     def put_unseen(self) -> None:
-        """Write the values, unseen by autograd."""
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self._pack)):
-            _unpack(self._flat, self._pack)
+        """Write the values into the tensors, unseen by autograd."""
+        with torch.autograd._unsafe_preserve_version_counter(self._tensors):
+            self._write()
+
+    def kept(self) -> Pack:
+        """For a `put` that comes later: it does nothing if somebody has written to the tensors meanwhile."""
+        self._versions = [tensor._version for tensor in self._tensors]
+        return self
 
     def put(self) -> None:
-        """Write the values."""
-        if self._versions is None or [tensor._version for tensor in self._pack] == self._versions:
-            _unpack(self._flat, self._pack)
+        """Write the values into the tensors."""
+        if self._versions is None or [tensor._version for tensor in self._tensors] == self._versions:
+            self._write()
 
 
 def broadcast(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], root: int, tag: int = 1) -> None:
     """Give every rank the values of rank `root`. A collective: every rank, with tensors of equal sizes."""
-    for received in _received(group, tensors, root, tag):
-        received.put()
+    for pack in _received(group, _packs(tensors), root, tag):
+        pack.put()
 
 
-def _received(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], root: int, tag: int) -> Iterator[Received]:
+def _received(group: PhalanxProcessGroup, packs: Sequence[Pack], root: int, tag: int) -> Iterator[Pack]:
     core = group.core
     if core.size == 1:
         return
-    for number, pack in enumerate(_packs(tensors)):
-        flat = _flat(pack, core.rank == root)
-        wire = ticket.plain(Operation.BROADCAST, 0, CODES[flat.dtype], flat.numel(), root, tag + number)
+    for number, pack in enumerate(packs):
+        if core.rank == root:
+            pack.fill()
+        wire = ticket.plain(Operation.BROADCAST, 0, CODES[torch.uint8], pack.flat.numel(), root, tag + number)
         with core.collective(wire) as fence:
-            _share(group, flat, root, fence)
+            _share(group, pack.flat, root, fence)
             sender = root
             if root in core.followers:
                 sender = next(place for place in range(core.size) if place not in core.followers)
                 if core.rank == sender:
-                    flat = _flat(pack, True)
-                _share(group, flat, sender, fence)
+                    pack.fill()
+                _share(group, pack.flat, sender, fence)
         if core.rank != sender:
-            yield Received(flat, pack)
+            yield pack
 
 
 def average(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], contributes: bool) -> None:
@@ -126,20 +171,23 @@ def average(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], contrib
     core = group.core
     if core.size == 1:
         return
-    for pack in _packs(tensors):
-        flat = _flat(pack, True)
-        mean = flat.is_floating_point()
-        reduction = Reduction.SUM if mean else Reduction.MAX
-        if mean:
-            flat = torch.cat([flat, flat.new_ones(1)])
-        if not contributes:
-            follow.fill_neutral(flat, reduction)
-        wire = ticket.plain(Operation.ALL_REDUCE, reduction, CODES[flat.dtype], flat.numel(), -1)
-        with core.collective(wire) as fence:
-            group.transport_for(flat.device).reduce(flat, reduction, -1, fence)
-        if mean:
-            flat = flat[:-1].div_(flat[-1])
-        _unpack(flat, pack)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        for pack in _packs([tensor for tensor in tensors if tensor.dtype is dtype]):
+            pack.fill()
+            values = pack.flat.view(dtype)
+            flat = values
+            mean = flat.is_floating_point()
+            reduction = Reduction.SUM if mean else Reduction.MAX
+            if mean:
+                flat = torch.cat([flat, flat.new_ones(1)])
+            if not contributes:
+                follow.fill_neutral(flat, reduction)
+            wire = ticket.plain(Operation.ALL_REDUCE, reduction, CODES[dtype], flat.numel(), -1)
+            with core.collective(wire) as fence:
+                group.transport_for(flat.device).reduce(flat, reduction, -1, fence)
+            if mean:
+                values.copy_(flat[:-1].div_(flat[-1]))
+            pack.put()
 
 
 def _share(group: PhalanxProcessGroup, flat: torch.Tensor, root: int, fence: Fence) -> None:
@@ -149,13 +197,13 @@ def _share(group: PhalanxProcessGroup, flat: torch.Tensor, root: int, fence: Fen
     group.transport_for(flat.device).share(mine, outputs, flat.numel() * flat.element_size(), fence)
 
 
-def _packs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+def _packs(tensors: Sequence[torch.Tensor]) -> list[Pack]:
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+            by_device.setdefault(tensor.device, []).append(tensor)
     packs: list[list[torch.Tensor]] = []
-    for kind in by_kind.values():
+    for kind in by_device.values():
         room = 0
         for tensor in kind:
             size = tensor.numel() * tensor.element_size()
@@ -164,17 +212,8 @@ def _packs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
                 room = _CHUNK_BYTES
             packs[-1].append(tensor)
             room -= size
-    return packs
+    return [Pack(pack) for pack in packs]
 
 
-def _flat(pack: Sequence[torch.Tensor], filled: bool) -> torch.Tensor:
-    if not filled:
-        return torch.empty(sum(t.numel() for t in pack), dtype=pack[0].dtype, device=pack[0].device)
-    flat = pack[0].reshape(-1) if len(pack) == 1 else torch.cat([tensor.reshape(-1) for tensor in pack])
-    return flat.contiguous()
-
-
-def _unpack(flat: torch.Tensor, pack: list[torch.Tensor]) -> None:
-    pieces = flat.split([tensor.numel() for tensor in pack])
-    with torch.no_grad():
-        torch._foreach_copy_(pack, [piece.view(t.shape) for piece, t in zip(pieces, pack, strict=True)])
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGN) * _ALIGN

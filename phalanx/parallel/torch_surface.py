@@ -118,7 +118,7 @@ class TorchSurface(Wrapped):
         self._logging = LoggingData(weakref.proxy(self))
         self._logger: LoggerSurface | None = None
         self._buffer_futures: list[torch.futures.Future[Any]] = []
-        self._fetched: list[buffers.Received] = []
+        self._fetched: list[buffers.Pack] = []
         self._authoritative_rank = 0
         self._first_used: frozenset[int] | None = None
         self._graph_changed = False

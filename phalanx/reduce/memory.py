@@ -78,6 +78,18 @@ class Memory:
                 store.renew()
         self._take_in()
 
+    def must_part(self, by_policy: bool) -> bool:
+        """Whether this rank's results must go to memory of its own from now on; its tickets say so."""
+        if self.shared is None:
+            return False
+        self.shared.apart |= by_policy
+        return self.shared.must_part()
+
+    def share(self, by_all: bool, parted: bool = False) -> None:
+        """See SharedGradients.share."""
+        if self.shared is not None:
+            self.shared.share(by_all, parted)
+
     def view(self, region: int, start: int, form: Form) -> torch.Tensor:
         """A gradient of this form at element `start` of `region`.
 

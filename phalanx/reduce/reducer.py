@@ -16,7 +16,6 @@ another rank's backward (SyncBatchNorm) that it only reaches afterwards.
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
@@ -25,7 +24,7 @@ import torch
 from phalanx.errors import InternalError
 from phalanx.group import ticket
 from phalanx.group.process_group import PhalanxProcessGroup
-from phalanx.group.ticket import Operation, State, Ticket
+from phalanx.group.ticket import State, Ticket
 from phalanx.reduce import sparse, weighing
 from phalanx.reduce.agreement import contributions, factors_of, used_somewhere
 from phalanx.reduce.bucket import HookRunner
@@ -38,6 +37,7 @@ from phalanx.reduce.residue import Residue
 from phalanx.reduce.roster import reducers, serve_flushes
 from phalanx.reduce.schedule import Round, Schedule
 from phalanx.reduce.statistics import Statistics
+from phalanx.reduce.tickets import Tickets
 from phalanx.reduce.watch import Local, Watch, weakly
 from phalanx.reduce.weights import Weights
 from phalanx.transport.protocol import Fence
@@ -115,12 +115,9 @@ class Reducer:
         self._places = Places(self.group, make_plan(entries, self.caps), self.parameters, self._places)
         self._tag = (self.plan.fingerprint + 2 * self._number * 0x9E3779B97F4A7C15) % (1 << 63) & ~1
         self._sparse = [index for index, entry in enumerate(entries) if entry.sparse]
-        self._all_bits = ticket.bits(self.everything, len(self.named))
-        self._elements = sum(entry.count for entry in entries)
+        self._tickets = Tickets(len(self.named), sum(entry.count for entry in entries), self._tag)
         serve_flushes(self, self._tag)
         size = self.group.core.size
-        everything = Ticket(Operation.GRADIENTS, 0, 0, self._elements, -1, self._tag, bitmap=self._all_bits, unit=0.0)
-        self._usual, self._digest = everything.encode(), 0
         self._all_ranks, self._mean, self._whole = list(range(size)), [1.0 / size] * size, tuple(self.plan.whole())
         self.stale = False
         self.on_build()
@@ -250,9 +247,7 @@ class Reducer:
         places = self.places
         self.produced.update(fired)
         foreign = places.settle(self.produced, local)
-        digest = self.monitor.flushing()
-        if digest != self._digest:
-            self._digest, self._usual = digest, ticket.carrying(self._usual, digest)
+        self._tickets.say(self.monitor.flushing(), places.memory.must_part(bool(self.schedule.policies)))
         rounds = self.schedule.due(self.everything, local)
         if self.weights.weighed:
             self.weights.enter(self.schedule.ledgers)
@@ -322,25 +317,11 @@ class Reducer:
         """The encoded ticket of a round; of the usual one, ready since the reducer was built."""
         weights, usual = self.weights, each.members is None and self.comm_hook is None
         if usual and not weights.weighed and len(self.produced) == len(self.named):
-            return self._usual
+            return self._tickets.usual
         return self._ticket(each).encode()
 
     def _ticket(self, each: Round, state: State = State.ACTIVE, followed: int = 0) -> Ticket:
-        pending, size = self.produced, len(self.named)
-        mask, root = b"", -1
-        if each.members is not None:
-            pending, mask = pending & each.members, ticket.bits(each.members, size)
-            root = zlib.crc32(mask) >> 1
-        bits = self._all_bits if len(pending) == size else ticket.bits(pending, size)
-        weights, items = self.weights, self.weights.total_of(each.ledger)
-        weighed = weights.weighed or (items > 0.0 and state is not State.ACTIVE)
-        total = items if weighed else 1.0
-        operation, count, digest = Operation.GRADIENTS, self._elements, ticket.digest(self._usual)
-        if state is not State.ACTIVE:
-            operation, count, root, digest, bits = Operation.FOLLOW, followed, -1, 0, bits if pending else b""
-        return Ticket(
-            operation, 0, 0, count, root, self.tag, state, weighed, weights.unit, total, bits, mask, digest
-        )  # fmt: skip
+        return self._tickets.of_round(each, self.produced, self.weights, self.tag, state, followed)
 
     @property
     def tag(self) -> int:
@@ -349,15 +330,17 @@ class Reducer:
 
     def _agreed(self, wires: list[bytes]) -> tuple[Sequence[int], list[float]]:
         """What the tickets of all ranks say: the parameters used somewhere, and each rank's factor."""
-        if self.divisor is None and all(wire == self._usual for wire in wires):
+        if self.divisor is None and all(wire == self._tickets.usual for wire in wires):
             # The usual case, told by the bytes: every rank used every parameter, and nobody weighs.
             self.skippers, self.runners = [], self._all_ranks
             self.statistics.used_by(wires)
+            self.places.memory.share(True)
             return range(len(self.named)), self._mean
         heard = [ticket.decode(wire) for wire in wires]
         self.monitor.heard = [t.digest for t in heard]
         self.skippers = [rank for rank, t in enumerate(heard) if t.state is State.SKIPPING]
         self.runners = [rank for rank, t in enumerate(heard) if t.state is State.ACTIVE]
+        self.places.memory.share(len(self.runners) == len(heard), any(t.apart for t in heard))
         tickets = contributions(heard, self.tag)
         self.statistics.used_by([t.encode() for t in tickets])
         used = used_somewhere(tickets, ticket.round_members(heard), len(self.named))

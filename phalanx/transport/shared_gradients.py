@@ -10,12 +10,17 @@ While one piece is added up, the next one is posted into the other slot; the fen
 everywhere. A slot is written again only after the next but one (see shm.py for why alternating slots suffice). What
 is small is one piece, posted before the tickets' fence, and needs no other.
 
-Results go to memory of this rank's own, never to where a contribution is that has not been reduced yet: until the
-last fence every contribution is intact, so that a reduction can be repeated after a death.
+Where there are many pieces, results are shared: each rank adds up one segment of every piece, and all read the same
+results (see common_results.py), which nobody need copy. Not where some rank writes to its gradients, or shows, between
+reductions or while others reduce, what it has: then results go to memory of each rank's own.
+
+They never go to where a contribution is that has not been reduced yet: until the last fence every contribution is
+intact, so that a reduction can be repeated after a death.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 import mmap
 from collections.abc import Callable, Sequence
@@ -23,6 +28,8 @@ from typing import NamedTuple
 
 import torch
 
+from phalanx.transport.arena import Arena
+from phalanx.transport.common_results import CommonResults
 from phalanx.transport.protocol import Fence
 from phalanx.transport.reductions import scale_into, summation
 
@@ -56,6 +63,14 @@ class Part(NamedTuple):
     offset: int
 
 
+class _Results(enum.Enum):
+    """Where results go."""
+
+    OWN = "memory of this rank's own, which shows nothing that counts"
+    SPARE = "there, but on the way through other memory: contributions are there"
+    COMMON = "memory that all ranks share"
+
+
 class _Program(NamedTuple):
     """What a rank calls, by turn and piece: to add up, and to take over what others have added up.
 
@@ -71,40 +86,58 @@ class SharedGradients:
     """The slots of all ranks, and `own`: this rank's results, and contributions that are accumulated there.
 
     `post(piece, turn, factor)` writes this rank's contribution to a piece, times a factor, into its slot; it is
-    replaced by whoever knows of contributions that are not in `own`. `aside` says that some contributions are there.
+    replaced by whoever knows of contributions that are not in `own`. `aside` says that some contributions are there,
+    `apart` that this rank's results may not be shared from now on, `shares` that they are in this reduction.
     """
 
     def __init__(
         self,
         rank: int,
         size: int,
-        arena: mmap.mmap | None,
+        arena: Arena | None,
         layout: Layout,
         cut: Cut,
     ) -> None:
-        self._rank, self._size, self._arena, self._layout = rank, size, arena, layout
+        self._rank, self._size, self._layout = rank, size, layout
+        self._arena = None if arena is None else arena.memory
         self._spare: list[torch.Tensor] | None = None
         self._turn = 0
-        self._programs: dict[tuple[tuple[Span, ...], tuple[float, ...], bool], _Program] = {}
+        self._programs: dict[tuple[tuple[Span, ...], tuple[float, ...], _Results], _Program] = {}
         # The last one. Both sequences are kept, so that their identity proves that they are the same.
-        self._usual: tuple[Sequence[Span], Sequence[float], bool, _Program] | None = None
-        self.renew()
+        self._usual: tuple[Sequence[Span], Sequence[float], _Results, _Program] | None = None
         self.pieces = pieces_of(layout, cut if size > 1 else Cut(whole=_total(layout)))
         self._slot_bytes = _slot_bytes(self.pieces, layout)
         self._direct = size <= cut.direct or len(self.pieces) == 1
         self.post: Callable[[int, int, float], None] = self._post_own
-        self.aside = False
+        self.aside = self.apart = self.shares = False
+        self._strays = False  # whether `own` has results of a reduction that was not shared, as an exception
+        self._common: CommonResults | None = None
+        self._common_regions: list[torch.Tensor] = []
+        if arena is not None and len(self.pieces) > 1:
+            start = _before_results(size, self.pieces, layout)
+            self._common = CommonResults(arena, start, _total(layout))
+            self._common_regions = _regions(arena.memory, layout, start)[0]
+        self._take_memory()
+
+    def _take_memory(self) -> None:
+        self.memory = _private(self._layout) if self._common is None else self._common.memory
+        self.own, self.offsets = _regions(self.memory, self._layout)
+        self._spare = self._usual = None
+        self._programs.clear()
 
     def renew(self) -> None:
         """See Gradients.renew."""
-        self.memory, self.own, self.offsets = _private(self._layout)
-        self._spare = self._usual = None
-        self._programs.clear()
+        if self.apart:
+            self._common = None
+        elif self._common is not None:
+            self._common.renew()
+        self._take_memory()
 
     @staticmethod
     def bytes_needed(size: int, layout: Layout, cut: Cut) -> int:
         """How large the arena must be for `size` ranks."""
-        return 2 * (size + 1) * _slot_bytes(pieces_of(layout, cut), layout)
+        pieces = pieces_of(layout, cut)
+        return _before_results(size, pieces, layout) + (_total(layout) if len(pieces) > 1 else 0)
 
     def slot(self, turn: int, part: Part, rank: int | None = None) -> torch.Tensor:
         """Where a rank, or this one, posts its contribution to a part in turn 0 or 1; `size` has the results."""
@@ -115,6 +148,17 @@ class SharedGradients:
             self._arena, dtype=self._layout[part.region][0], count=part.stop - part.start,
             offset=place * self._slot_bytes + part.offset,
         )  # fmt: skip
+
+    def must_part(self) -> bool:
+        """Whether results must go to memory of this rank's own from now on: it shows some, or has written to them."""
+        if self._common is not None and not self.apart:
+            self.apart = self.aside or not (self._strays or self._common.shows_all())
+        return self.apart
+
+    def share(self, by_all: bool, parted: bool = False) -> None:
+        """Share the results of this reduction, if all ranks are in it and none has `parted`; call it on every rank."""
+        self.apart |= parted and self._common is not None
+        self.shares = by_all and not self.apart and self._common is not None
 
     def begin(self, turn: int) -> None:
         """Post the first piece, in the turn of the fence that comes next."""
@@ -132,45 +176,54 @@ class SharedGradients:
         are applied to the sum, so that it is rounded once; where they are exact, in posting all pieces but the first,
         which spares a pass. A rank that does not take the result keeps what it has.
         """
-        last, turn = len(self.pieces) - 1, self._turn
-        aside = self.aside and last > 0
+        last, turn, direct = len(self.pieces) - 1, self._turn, self._direct and not self.shares
+        where = self._where(takes)
         usual = self._usual
-        if usual is not None and spans is usual[0] and scales is usual[1] and aside == usual[2]:
+        if usual is not None and spans is usual[0] and scales is usual[1] and where is usual[2]:
             program = usual[3]
         else:
-            program = self._program(tuple(spans), tuple(scales), aside)
-            self._usual = (spans, scales, aside, program)
+            program = self._program(tuple(spans), tuple(scales), where)
+            self._usual = (spans, scales, where, program)
         for piece in range(last + 1):
             following = fence.step & 1
             if piece < last:
                 self.post(piece + 1, following, program.factor)
-            if takes or not self._direct:
+            if takes or not direct:
                 for call in program.add[turn][piece]:
                     call()
-            if piece < last or not self._direct:
+            if piece < last or not direct:
                 fence()
-            if takes and not self._direct:
+            if takes:
                 for call in program.take[turn][piece]:
                     call()
             turn = following
-        if aside and takes:
+        if where is _Results.SPARE and takes:
             for region, start, stop in spans:
-                self.own[region][start:stop].copy_(self._results(True)[region][start:stop])
+                self.own[region][start:stop].copy_(self._results(where)[region][start:stop])
+
+    def _where(self, takes: bool) -> _Results:
+        if self._common is not None and not self.apart:
+            if self.shares and self._strays:
+                self._common.discard()
+            self._strays = not self.shares and (takes or self._strays)
+        if self.shares:
+            return _Results.COMMON
+        return _Results.SPARE if self.aside and len(self.pieces) > 1 else _Results.OWN
 
     def _factor(self, scales: Sequence[float]) -> float:
         """What contributions can be posted with instead of scaling their sum: the same, but for subnormal numbers."""
         exact = all(scale == scales[0] for scale in scales) and math.frexp(scales[0])[0] == 0.5
         return scales[0] if exact and all(dtype in _LIKE_FLOAT32 for dtype, _ in self._layout) else 1.0
 
-    def _results(self, aside: bool) -> list[torch.Tensor]:
-        if not aside:
-            return self.own
+    def _results(self, where: _Results) -> list[torch.Tensor]:
+        if where is not _Results.SPARE:
+            return self.own if where is _Results.OWN else self._common_regions
         if self._spare is None:
-            self._spare = _private(self._layout)[1]
+            self._spare = _regions(_private(self._layout), self._layout)[0]
         return self._spare
 
-    def _program(self, spans: tuple[Span, ...], scales: tuple[float, ...], aside: bool) -> _Program:
-        found = self._programs.get((spans, scales, aside))
+    def _program(self, spans: tuple[Span, ...], scales: tuple[float, ...], where: _Results) -> _Program:
+        found = self._programs.get((spans, scales, where))
         if found is None:
             if len(self._programs) > 50:
                 self._programs.clear()
@@ -179,37 +232,38 @@ class SharedGradients:
             rest = tuple(scale / factor for scale in scales)
             for turn in (0, 1):
                 both = [
-                    self._calls(turn, piece, spans, rest if number else scales, aside)
+                    self._calls(turn, piece, spans, rest if number else scales, where)
                     for number, piece in enumerate(self.pieces)
                 ]
                 add.append([calls for calls, _ in both])
                 take.append([calls for _, calls in both])
-            found = self._programs[(spans, scales, aside)] = _Program(add, take, factor)
+            found = self._programs[(spans, scales, where)] = _Program(add, take, factor)
         return found
 
     def _calls(
-        self, turn: int, piece: Sequence[Part], spans: Sequence[Span], scales: Sequence[float], aside: bool
+        self, turn: int, piece: Sequence[Part], spans: Sequence[Span], scales: Sequence[float], where: _Results
     ) -> tuple[Calls, Calls]:
         add: Calls = []
         take: Calls = []
         given = [scale for scale in scales if scale]
-        results = self._results(aside)
+        results, shares = self._results(where), where is _Results.COMMON
         for part in piece:
             slots = [self.slot(turn, part, rank) for rank, scale in enumerate(scales) if scale]
             for region, start, stop in spans:
                 low, high = max(start, part.start), min(stop, part.stop)
                 if region != part.region or low >= high:
                     continue
-                own = results[region][low:high]
+                result = results[region][low:high]
                 low, high = low - part.start, high - part.start
-                if self._direct:
-                    add += summation([slot[low:high] for slot in slots], given, own)
+                if self._direct and not shares:
+                    add += summation([slot[low:high] for slot in slots], given, result)
                     continue
-                common = self.slot(turn, part, self._size)
-                take.append(_copying(common[low:high], own))
-                length = high - low
-                low, high = low + length * self._rank // self._size, low + length * (self._rank + 1) // self._size
-                add += summation([slot[low:high] for slot in slots], given, common[low:high])
+                if not shares:
+                    common = self.slot(turn, part, self._size)[low:high]
+                    take.append(_copying(common, result))
+                    result = common
+                first, end = (high - low) * self._rank // self._size, (high - low) * (self._rank + 1) // self._size
+                add += summation([slot[low + first : low + end] for slot in slots], given, result[first:end])
         return add, take
 
 
@@ -239,16 +293,24 @@ def _slot_bytes(pieces: Sequence[Sequence[Part]], layout: Layout) -> int:
     return _aligned(max(ends, default=0))
 
 
-def _private(layout: Layout) -> tuple[mmap.mmap, list[torch.Tensor], list[int]]:
-    """Memory of this process's own for a layout, its regions, and their offsets. Only touched pages become real."""
-    memory = mmap.mmap(-1, max(_total(layout), 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _before_results(size: int, pieces: Sequence[Sequence[Part]], layout: Layout) -> int:
+    """How far into the arena of `size` ranks the common results begin, behind the slots."""
+    return -(-2 * (size + 1) * _slot_bytes(pieces, layout) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+
+def _private(layout: Layout) -> mmap.mmap:
+    """Memory of this process's own for a layout. Only touched pages become real."""
+    return mmap.mmap(-1, max(_total(layout), 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _regions(memory: mmap.mmap, layout: Layout, start: int = 0) -> tuple[list[torch.Tensor], list[int]]:
+    """The regions of a layout in memory, from byte `start` on, and their offsets."""
     regions, offsets = [], []
-    at = 0
     for dtype, count in layout:
-        regions.append(torch.frombuffer(memory, dtype=dtype, count=count, offset=at))
-        offsets.append(at)
-        at += _aligned(count * dtype.itemsize)
-    return memory, regions, offsets
+        regions.append(torch.frombuffer(memory, dtype=dtype, count=count, offset=start))
+        offsets.append(start)
+        start += _aligned(count * dtype.itemsize)
+    return regions, offsets
 
 
 def _total(layout: Layout) -> int:

@@ -42,7 +42,7 @@ def new_group(name: str) -> Group:
 
 def shared_memory(name: str) -> Pair:
     core = new_group(name)
-    return core, SharedMemory(core.rank, core.size, core.arena(arena_bytes(core.size, SLOT_BYTES)), SLOT_BYTES)
+    return core, SharedMemory(core.rank, core.size, core.arena(arena_bytes(core.size, SLOT_BYTES)).memory, SLOT_BYTES)
 
 
 def gloo(name: str) -> Pair:
@@ -330,6 +330,53 @@ def test_gradients_are_scaled_sums_and_a_rank_of_weight_zero_is_not_read(kind: s
         untouched = 256.0 if rank == 0 else 1.0
         assert mean == [2.0, 2.0, rank + 1.0, untouched, 86.0, 86.0]
         assert weighted[:2] == [2.5, 2.5] and weighted[3:] == [untouched, 65.0, 65.0]
+
+
+def test_results_that_all_ranks_share_and_what_each_writes_to_its_own() -> None:
+    layout, cut = [(torch.float32, 5000), (torch.bfloat16, 64)], Cut(0, 1024)
+
+    def program(rank: int) -> None:
+        core = dist.group.WORLD.core
+        store = SharedGradients(rank, 3, core.arena(SharedGradients.bytes_needed(3, layout, cut)), layout, cut)
+        given = [torch.empty(count, dtype=dtype) for dtype, count in layout]
+
+        def post(piece: int, turn: int, factor: float) -> None:
+            for part in store.pieces[piece]:
+                store.slot(turn, part).copy_(given[part.region][part.start : part.stop]).mul_(factor)
+
+        def reduce(value: float, by_all: bool = True, takes: bool = True) -> bool:
+            for each in given:
+                each.fill_(value + rank)
+            parted = b"\1" in core.exchange(bytes([store.must_part()]), "test")
+            with core.collective(ticket.plain(Operation.GRADIENTS, 0, 0, 1, -1)) as fence:
+                store.begin(fence.step & 1)
+                fence()
+                store.share(by_all, parted)
+                store.reduce([(0, 0, 5000), (1, 3, 64)], [1 / 3] * 3, fence, takes)
+            return store.shares
+
+        def shows(value: float) -> bool:
+            return store.own[0].eq(value).all().item() and store.own[1][3:].eq(value).all().item()
+
+        store.post = post
+        assert reduce(1.0) and shows(2.0) and store.own[1][:3].eq(0.0).all()
+        kept = store.own[0][4000:]
+        store.renew()
+        assert reduce(2.0) and shows(3.0) and kept.eq(2.0).all()
+        assert not reduce(3.0, by_all=False, takes=rank < 2)
+        assert shows(4.0 if rank < 2 else 3.0)
+        assert reduce(4.0) and shows(5.0)  # as if nothing had been between
+        if rank == 1:
+            store.own[0][4321] = 9.0
+        assert store.own[0][4321] == (9.0 if rank == 1 else 5.0)
+        assert not reduce(5.0) and shows(6.0) and not reduce(6.0) and shows(7.0)
+        store.own[0].fill_(rank)
+        dist.barrier()
+        assert store.own[0].eq(rank).all()
+        store.renew()
+        assert not reduce(7.0) and shows(8.0)
+
+    processes(3, program)
 
 
 def test_in_pieces_the_mean_is_rounded_as_in_one() -> None:

@@ -26,15 +26,18 @@ tickets = st.builds(
     total=st.floats(allow_nan=False),
     bitmap=bytes_of_any_length,
     extra=bytes_of_any_length,
+    digest=st.integers(0, (1 << 16) - 1),
+    apart=st.booleans(),
 )
 SIGNED = ("operation", "reduction", "dtype", "count", "root", "tag")
-PERSONAL = ("state", "weighed", "unit", "total", "bitmap", "extra")
+PERSONAL = ("state", "weighed", "unit", "total", "bitmap", "extra", "digest", "apart")
 
 
 @given(tickets)
 def test_what_is_written_is_read(t: Ticket):
     assert ticket.decode(t.encode()) == t
     assert ticket.extra(t.encode()) == t.extra
+    assert ticket.carrying(replace(t, digest=0, apart=not t.apart).encode(), t.digest, t.apart) == t.encode()
     assert ticket.follows(t.encode()) == (t.state is not State.ACTIVE)
 
 

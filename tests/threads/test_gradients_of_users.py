@@ -236,9 +236,14 @@ def test_a_gradient_pickles_and_copies_alone_not_with_all_shared_memory():
     assert same_on_all(2, program) == (True, True, 1.5)
 
 
-def test_a_dropped_wrapper_is_freed_with_its_shared_memory(holdings):
+@pytest.mark.parametrize(("cut", "mappings"), [(Cut(), 1), (Cut(0, 64), 3)], ids=["one piece", "pieces"])
+def test_a_dropped_wrapper_is_freed_with_its_shared_memory(
+    cut: Cut, mappings: int, holdings, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(memory, "CUT", cut)
+
     def program(rank: int) -> int:
-        for _ in range(3):
+        for _ in range(5):
             model = ddp(nn.Linear(10, 10))
             model(torch.ones(1, 10)).sum().backward()
             del model
@@ -246,7 +251,8 @@ def test_a_dropped_wrapper_is_freed_with_its_shared_memory(holdings):
         dist.barrier()
         return sum("memfd:phalanx" in item for item in holdings.now().descriptors)
 
-    assert max(run(2, program)) <= 4  # the group's own arena on each rank, and one more while it is freed
+    # The group's own arena on each rank, and one wrapper's while it is freed.
+    assert max(run(2, program)) <= 2 * (1 + mappings)
 
 
 # ------------------------------------------------------------------ hooks of the user

@@ -1,0 +1,187 @@
+"""Results that ranks share, and each rank's own: what a script sees of its gradients is the same, whatever it does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phalanx.reduce import memory
+from phalanx.testing import run
+from phalanx.testing.thread_world import generator, seeded
+from phalanx.transport.common_results import CommonResults
+from phalanx.transport.shared_gradients import Cut, SharedGradients
+from tests.threads.small_models import ddp
+
+IN_PIECES, AT_ONCE = Cut(0, 4096), Cut()
+ACTIONS = ["clip", "one clips", "keep", "leave", "zero", "numpy", "accumulate", "weigh", "skip", "branch", "join"]
+
+
+def model_of(seed: int) -> Any:
+    with seeded(seed):
+        layers = nn.Sequential(nn.Linear(6, 70), nn.Tanh(), nn.Linear(70, 40), nn.Tanh(), nn.Linear(40, 3))
+    return ddp(layers)
+
+
+def gradients(model: Any) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.detach().clone() for p in model.module.parameters()]
+
+
+class Script:
+    """A training loop that does `actions` at random, and what it has seen of its gradients."""
+
+    def __init__(self, seed: int, actions: list[str], rank: int, size: int) -> None:
+        self.actions, self.rank, self.size, self.seed = actions, rank, size, seed
+        self.dice = random.Random(seed)  # the same on all ranks
+        self.model = model_of(seed)
+        self.seen: list[list[Tensor | None]] = []
+        self.kept: list[tuple[Tensor, Tensor]] = []
+
+    def does(self, action: str) -> bool:
+        return self.dice.random() < 0.4 and action in self.actions
+
+    def run(self) -> list[list[Tensor | None]]:
+        steps = 10 - (self.rank if "join" in self.actions else 0)
+        with self.model.join(enable="join" in self.actions):
+            for at in range(steps):
+                self.step(at)
+                self.seen.append(gradients(self.model))
+                self.afterwards()
+        self.seen.append(gradients(self.model))
+        for gradient, copy in self.kept:
+            assert torch.equal(gradient, copy), "a gradient that was kept has changed"
+        return self.seen
+
+    def step(self, at: int) -> None:
+        if not self.does("leave"):
+            self.model.zero_grad(set_to_none=not self.does("zero"))
+        x = torch.randn(5, 6, generator=generator(1000 * self.seed + 10 * at + self.rank))
+        if self.does("accumulate"):
+            with self.model.no_sync():
+                self.model(x + 1).square().mean().backward()
+        skips, part, weighs = self.does("skip"), self.does("branch"), self.does("weigh") and "join" not in self.actions
+        if skips and self.rank == at % self.size:
+            self.model.skip()
+            return
+        y = self.model.module[:3](x) if part and self.rank == 0 else self.model(x)
+        loss = y.square().mean()
+        (self.model.weigh(loss, at % 3 + self.rank) if weighs else loss).backward()
+
+    def afterwards(self) -> None:
+        shown = [p.grad for p in self.model.module.parameters() if p.grad is not None]
+        if self.does("keep"):
+            self.kept += [(each.detach(), each.clone()) for each in shown[self.dice.randrange(4) :]]
+        elif self.does("clip"):
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+        elif self.does("one clips"):
+            if self.rank == 1:
+                torch._foreach_mul_(shown, 0.5)
+        elif self.does("numpy"):
+            for each in shown:
+                each.numpy()[...] *= 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(30))
+def test_what_a_script_sees_of_its_gradients(seed: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = random.Random(seed)
+    actions = dice.sample(ACTIONS, dice.randrange(1, 5)) if seed else []
+    if "weigh" in actions:  # then everything would have to be weighed
+        actions = [action for action in actions if action != "accumulate"]
+    if "keep" in actions:  # these write to the gradient that is shown, and so to what was kept of it
+        actions = [action for action in actions if action not in ("zero", "leave", "join")]
+
+    def program(rank: int) -> list[list[Tensor | None]]:
+        return Script(seed, actions, rank, size).run()
+
+    monkeypatch.setattr(memory, "CUT", AT_ONCE)
+    expected = run(size, program)
+    monkeypatch.setattr(memory, "CUT", IN_PIECES)
+    for theirs, ours in zip(expected, run(size, program), strict=True):
+        for at, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+            assert [each is None for each in a] == [each is None for each in b], (actions, at)
+            for x, y in zip(a, b, strict=True):
+                assert x is None or y is None or torch.allclose(x, y, rtol=1e-5, atol=1e-8), (actions, at)
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Whether the results of each reduction in pieces were shared, on rank 0."""
+    found: list[bool] = []
+    reduce = SharedGradients.reduce
+
+    def spied(self: SharedGradients, *arguments: Any) -> None:
+        if self._rank == 0:
+            found.append(self.shares)
+        reduce(self, *arguments)
+
+    monkeypatch.setattr(memory, "CUT", IN_PIECES)
+    monkeypatch.setattr(SharedGradients, "reduce", spied)
+    yield found
+
+
+Step = Callable[[Any, int, int], None]
+
+
+def clip_in(step: int, of_rank: int) -> Step:
+    def act(model: Any, rank: int, at: int) -> None:
+        if at == step and rank == of_rank:
+            model.module[4].bias.grad[0] = 5.0
+
+    return act
+
+
+def skip_in(model: Any, rank: int, at: int) -> None:
+    if rank == 1 and at == 2:
+        model.skip()
+
+
+NOTHING: Step = lambda *_: None  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (NOTHING, NOTHING, [True] * 5),
+        (NOTHING, clip_in(1, 0), [True] * 2 + [False] * 3),
+        (NOTHING, clip_in(1, 1), [True] * 2 + [False] * 3),
+        (skip_in, NOTHING, [True, True, False, True, True]),
+    ],
+    ids=["all", "one number written", "on the other rank", "a rank skips"],
+)
+def test_results_are_shared_until_somebody_writes_to_one(
+    before: Step, after: Step, expected: list[bool], ways: list[bool]
+) -> None:
+    def program(rank: int) -> None:
+        model = model_of(0)
+        for at in range(5):
+            model.zero_grad()
+            before(model, rank, at)
+            if not (before is skip_in and rank == 1 and at == 2):
+                model(torch.ones(2, 6)).mean().backward()
+            after(model, rank, at)
+
+    run(2, program)
+    assert ways == expected
+
+
+def test_where_the_system_does_not_tell_what_was_written_nothing_is_shared(
+    ways: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(rank: int) -> list[Tensor | None]:
+        model = model_of(0)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(2, 6) * rank).mean().backward()
+        return gradients(model)
+
+    expected = run(2, program)
+    assert ways == [True, True]
+    monkeypatch.setattr(CommonResults, "_pages", CommonResults._pages.with_name("nothing"))
+    for theirs, ours in zip(expected, run(2, program), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+    assert ways == [True, True, False, False]
