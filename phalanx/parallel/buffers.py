@@ -24,7 +24,7 @@ _CHUNK_BYTES = 64 << 20
 _MAX_PACKS = 64
 _KEPT_BYTES = 1 << 20
 _ALIGN = 16
-_shape = attrgetter("shape")
+_form = attrgetter("shape", "dtype", "device")
 
 
 class Broadcaster:
@@ -37,7 +37,7 @@ class Broadcaster:
         self._group, self._tag, self._tensors = group, tag, tensors
         self._packs: list[Pack] = []
         self._packed: list[torch.Tensor] = []
-        self._shapes: list[torch.Size] = []
+        self._forms: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         me = weakref.ref(self)
 
         def handler(number: int) -> Callable[[list[bytes], Fence], None]:
@@ -78,14 +78,14 @@ class Broadcaster:
         pack.put_unseen()
 
     def _packs_now(self) -> list[Pack]:
-        """The tensors packed; small packs are made once, for as long as the tensors and their shapes are the same."""
+        """The tensors packed; small packs are made once, for as long as the tensors and their forms are the same."""
         tensors = self._tensors()
         if len(tensors) == len(self._packed) and all(map(is_, tensors, self._packed)):
-            if list(map(_shape, tensors)) == self._shapes:
+            if list(map(_form, tensors)) == self._forms:
                 return self._packs
         packs = _packs(tensors)
         if sum(pack.flat.numel() for pack in packs) <= _KEPT_BYTES:
-            self._packs, self._packed, self._shapes = packs, list(tensors), list(map(_shape, tensors))
+            self._packs, self._packed, self._forms = packs, list(tensors), list(map(_form, tensors))
         return packs
 
 
@@ -110,16 +110,14 @@ class Pack:
         self._tensors = tuple(tensors)
         self._versions: list[int] | None = None
 
-    @torch.no_grad()
     def fill(self) -> None:
         """Take the values of the tensors."""
         for tensors, values in self._kinds:
-            torch._foreach_copy_(values, tensors)
+            _copy_all(tensors, values)
 
-    @torch.no_grad()
     def _write(self) -> None:
         for tensors, values in self._kinds:
-            torch._foreach_copy_(tensors, values)
+            _copy_all(values, tensors)
 
     def put_unseen(self) -> None:
         """Write the values into the tensors, unseen by autograd."""
@@ -135,6 +133,15 @@ class Pack:
         """Write the values into the tensors."""
         if self._versions is None or [tensor._version for tensor in self._tensors] == self._versions:
             self._write()
+
+
+@torch.no_grad()
+def _copy_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    try:
+        torch._foreach_copy_(targets, sources)
+    except RuntimeError:  # it takes no conjugate or negated views
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
 
 
 def broadcast(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], root: int, tag: int = 1) -> None:
@@ -164,7 +171,7 @@ def _received(group: PhalanxProcessGroup, packs: Sequence[Pack], root: int, tag:
 
 
 def average(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], contributes: bool) -> None:
-    """Replace floating-point tensors by their mean, others by their maximum, over the contributing ranks.
+    """Replace floating-point and complex tensors by their mean, others by their maximum, over the contributing ranks.
 
     A collective: every rank of the group, with tensors of equal sizes.
     """
@@ -176,7 +183,7 @@ def average(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], contrib
             pack.fill()
             values = pack.flat.view(dtype)
             flat = values
-            mean = flat.is_floating_point()
+            mean = dtype.is_floating_point or dtype.is_complex
             reduction = Reduction.SUM if mean else Reduction.MAX
             if mean:
                 flat = torch.cat([flat, flat.new_ones(1)])

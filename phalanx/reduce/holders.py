@@ -1,16 +1,33 @@
 """Who else holds a gradient that is about to be written to.
 
 What a user keeps of p.grad from an earlier step must keep its values. Holders are counted in two ways: of the
-tensor object (numpy's arrays hold it too), and of its memory (through other tensors: detach(), a view; DLPack).
+tensor object (numpy's arrays hold it too), and of its memory (through other tensors: detach(), a view; DLPack; or as
+an object of its own: untyped_storage()).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import add
 from sys import getrefcount
 
 import torch
+
+
+def _references_to_a_gradient() -> int:
+    leaf = torch.zeros(1, requires_grad=True)
+    leaf.grad = torch.zeros(1)
+    return max(map(getrefcount, [leaf.grad]))
+
+
+OURS_ALONE = _references_to_a_gradient()
+"""References to a gradient that only its parameter and a list of ours hold."""
+
+
+def are_ours_alone(gradients: list[torch.Tensor]) -> bool:
+    """Whether nobody but their parameters and this list holds these gradients."""
+    return max(map(getrefcount, gradients)) <= OURS_ALONE
 
 
 class Holders:
@@ -64,7 +81,8 @@ class Holders:
         return views if len(self.indices) == len(views) else [views[index] for index in self.indices]
 
     def _counts(self) -> tuple[list[int], list[int]]:
-        return list(map(getrefcount, self._mine())), list(map(torch._C._storage_Use_Count, self._addresses))
+        memories = map(add, map(torch._C._storage_Use_Count, self._addresses), map(getrefcount, self._storages))
+        return list(map(getrefcount, self._mine())), list(memories)
 
     def kept(self) -> Sequence[int]:
         """The numbers of places that somebody keeps from an earlier step. Where they share a storage, all of it."""

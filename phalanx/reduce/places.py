@@ -23,7 +23,7 @@ from sys import getrefcount
 import torch
 
 from phalanx.group.process_group import PhalanxProcessGroup
-from phalanx.reduce.holders import Holders
+from phalanx.reduce.holders import OURS_ALONE, Holders, are_ours_alone
 from phalanx.reduce.memory import Memory, form_of, shaped
 from phalanx.reduce.plan import NOWHERE, Plan
 from phalanx.reduce.posting import Posting, add, copy
@@ -37,16 +37,6 @@ _NO_VIEW = torch.empty(0)
 """Stands among the views for a parameter that has no place."""
 _RENEWALS = 3
 """How often memory is left to who keeps one gradient of it; then all gradients are taken for ones that are kept."""
-
-
-def _references_to_a_gradient() -> int:
-    leaf = torch.zeros(1, requires_grad=True)
-    leaf.grad = torch.zeros(1)
-    return max(map(getrefcount, [leaf.grad]))
-
-
-_OURS_ALONE = _references_to_a_gradient()
-"""References to a gradient that only its parameter and a list of ours hold."""
 
 
 class Places:
@@ -253,11 +243,22 @@ class Places:
             pointers = list(map(_data_pointer, given))
         except (TypeError, RuntimeError):  # one of them is None, or sparse and has no data pointer
             pointers = list(map(pointer, given))
+        self._part_with_other_strides(pointers)
         self.hidden = 0 in pointers
         if pointers == self._pointers:
             self._set_aside(True)
             return ()
         return self._settle_each(pointers, produced, local)
+
+    def _part_with_other_strides(self, pointers: list[int]) -> None:
+        """Give a gradient of other strides in the memory of its place (p.grad = p.grad.t()) memory of its own."""
+        for index, gradient in enumerate(self._given):
+            view = self.views[index]
+            if gradient is view or gradient is None or pointers[index] != self._pointers[index] or view is _NO_VIEW:
+                continue
+            if gradient.stride() != view.stride():
+                own = self._params[index].grad = self._given[index] = gradient.detach().clone()
+                pointers[index] = own.data_ptr()
 
     def _settle_each(self, pointers: Sequence[int], produced: set[int], local: Collection[int]) -> list[int]:
         foreign, staged = [], set(self.staged)
@@ -348,7 +349,7 @@ class Places:
         if not foreign or not (posted or self._at_home):
             return
         params, views = self._params, self.views
-        all_alone = self._all_made and not self._kept and self._alone(self._all_made)
+        all_alone = self._all_made and not self._kept and are_ours_alone(self._all_made)
         if all_alone and posted and len(used) == len(params):
             for parameter, view in zip(params, views, strict=True):
                 parameter.grad = view
@@ -361,15 +362,11 @@ class Places:
             if index not in wanted or index in unposted or gradient is None or view is _NO_VIEW:
                 continue
             self._given[index : index + 1] = [None]
-            ours = index in self._made and index not in self._kept and getrefcount(gradient) <= _OURS_ALONE
+            ours = index in self._made and index not in self._kept and getrefcount(gradient) <= OURS_ALONE
             if ours or gradient.layout is not torch.strided:
                 params[index].grad = view
             else:
                 gradient.data.copy_(view)
-
-    @staticmethod
-    def _alone(gradients: list[torch.Tensor]) -> bool:
-        return max(map(getrefcount, gradients)) <= _OURS_ALONE
 
     def held_among(self, parameters: Sequence[torch.nn.Parameter]) -> set[int]:
         """The numbers of those of `parameters` of which something is held back."""

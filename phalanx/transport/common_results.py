@@ -34,9 +34,13 @@ class CommonResults:
         self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self._faults = -1
 
-    def renew(self) -> None:
-        """Map them anew. The mapping before keeps the values that it shows, whatever the ranks write from now on."""
+    def keep(self) -> None:
+        """Let this mapping keep the values that it shows, whatever the ranks write from now on."""
         self._bytes[:: mmap.PAGESIZE].bitwise_or_(0)  # writes what is there
+
+    def renew(self) -> None:
+        """Map them anew, and let the mapping before keep its values."""
+        self.keep()
         self._map()
 
     def discard(self) -> None:

@@ -23,6 +23,9 @@ from __future__ import annotations
 import enum
 import math
 import mmap
+import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -110,13 +113,18 @@ class SharedGradients:
         self._direct = size <= cut.direct or len(self.pieces) == 1
         self.post: Callable[[int, int, float], None] = self._post_own
         self.aside = self.apart = self.shares = False
-        self._strays = False  # whether `own` has results of a reduction that was not shared, as an exception
+        # Whether `own` shows something else than what all ranks share, for the time being: results of a reduction
+        # that was not shared as an exception, or what was there when this process forked.
+        self._strays = False
+        self._shows_common = False
+        self._reducing = threading.Lock()
         self._common: CommonResults | None = None
         self._common_regions: list[torch.Tensor] = []
         if arena is not None and len(self.pieces) > 1:
             start = _before_results(size, self.pieces, layout)
             self._common = CommonResults(arena, start, _total(layout))
             self._common_regions = _regions(arena.memory, layout, start)[0]
+            _sharing.add(self)
         self._take_memory()
 
     def _take_memory(self) -> None:
@@ -176,6 +184,10 @@ class SharedGradients:
         are applied to the sum, so that it is rounded once; where they are exact, in posting all pieces but the first,
         which spares a pass. A rank that does not take the result keeps what it has.
         """
+        with self._reducing:
+            self._reduce(spans, scales, fence, takes)
+
+    def _reduce(self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool) -> None:
         last, turn, direct = len(self.pieces) - 1, self._turn, self._direct and not self.shares
         where = self._where(takes)
         usual = self._usual
@@ -207,8 +219,18 @@ class SharedGradients:
                 self._common.discard()
             self._strays = not self.shares and (takes or self._strays)
         if self.shares:
+            self._shows_common = True
             return _Results.COMMON
         return _Results.SPARE if self.aside and len(self.pieces) > 1 else _Results.OWN
+
+    def keep_for_child(self) -> None:
+        """Let a process that is about to be forked keep the results that it finds: it has no part in what comes."""
+        if self._common is None or self.apart or self._strays or not self._shows_common:
+            return
+        if self._reducing.acquire(blocking=False):  # else another thread forks in the middle of a backward
+            self._common.keep()
+            self._strays = True
+            self._reducing.release()
 
     def _factor(self, scales: Sequence[float]) -> float:
         """What contributions can be posted with instead of scaling their sum: the same, but for subnormal numbers."""
@@ -265,6 +287,17 @@ class SharedGradients:
                 first, end = (high - low) * self._rank // self._size, (high - low) * (self._rank + 1) // self._size
                 add += summation([slot[low + first : low + end] for slot in slots], given, result[first:end])
         return add, take
+
+
+_sharing: weakref.WeakSet[SharedGradients] = weakref.WeakSet()
+
+
+def _keep_for_child() -> None:
+    for gradients in list(_sharing):
+        gradients.keep_for_child()
+
+
+os.register_at_fork(before=_keep_for_child)
 
 
 def _copying(source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:

@@ -134,12 +134,26 @@ def test_scaled_gradients_stay_scaled():
     assert same_on_all(2, program) == [16.5]
 
 
+class Storage:
+    """The storage of a gradient, kept without any tensor."""
+
+    def __init__(self, grad: Tensor) -> None:
+        self.storage, self.offset, self.shape = grad.untyped_storage(), grad.storage_offset(), grad.shape
+
+
+def seen_in(kept: object) -> Tensor:
+    if isinstance(kept, Storage):
+        return torch.empty(0).set_(kept.storage, kept.offset, kept.shape)
+    return torch.as_tensor(kept)
+
+
 KEPT: dict[str, Callable[[Tensor], object]] = {
     "tensor": lambda grad: grad,
     "detached": lambda grad: grad.detach(),
     "part": lambda grad: grad[0],
     "numpy": lambda grad: grad.numpy(),
     "numpy of a view": lambda grad: grad.view(-1).numpy(),
+    "storage": Storage,
     "dlpack": lambda grad: np.from_dlpack(grad.detach()),
 }
 
@@ -164,10 +178,31 @@ def test_what_is_kept_of_a_gradient_keeps_its_values(where: str, how: str, monke
             model(torch.randn(3, 4, generator=generator(at + 20 * rank))).sum().backward()
             for p in list(layer.parameters())[at % 4 :] if at < 8 else layer.parameters():
                 kept.append(KEPT[how](p.grad))
-                copied.append(torch.as_tensor(kept[-1]).clone())
-        assert all(torch.equal(torch.as_tensor(each), copy) for each, copy in zip(kept, copied, strict=True))
+                copied.append(seen_in(kept[-1]).clone())
+        assert all(torch.equal(seen_in(each), copy) for each, copy in zip(kept, copied, strict=True))
 
     run(2, program)
+
+
+@pytest.mark.parametrize("where", ["one piece", "pieces", "gloo"])
+def test_a_gradient_transposed_in_place_of_itself_and_added_to(where: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "CUT", Cut(0, 64) if where == "pieces" else Cut())
+    rows = torch.arange(16.0).view(4, 4)
+
+    def program(rank: int) -> Tensor:
+        group = dist.new_group(backend="phalanx", pg_options="gloo") if where == "gloo" else None
+        layer = nn.Linear(4, 4, bias=False)
+        model = DistributedDataParallel(layer, process_group=group)
+        for _ in range(2):
+            model(rows[:1] + rank).sum().backward()
+            layer.weight.grad = layer.weight.grad.t()
+        model(rows[:1] + rank).sum().backward()
+        return layer.weight.grad
+
+    # What is accumulated is the same on all ranks, so its mean is itself.
+    mean = (rows[:1] + 0.5).expand(4, 4)
+    for found in run(2, program):
+        assert torch.equal(found, (mean.t() + mean).t() + mean)
 
 
 def test_gradients_that_are_kept_are_still_the_mean():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -185,3 +186,36 @@ def test_where_the_system_does_not_tell_what_was_written_nothing_is_shared(
     for theirs, ours in zip(expected, run(2, program), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
     assert ways == [True, True, False, False]
+
+
+def test_a_forked_process_keeps_the_gradients_that_it_has_found(ways: list[bool]) -> None:
+    def program(rank: int) -> None:
+        model, (ready, go) = model_of(0), os.pipe()
+
+        def train(at: int) -> None:
+            model.zero_grad()
+            model(torch.ones(2, 6) * at).mean().backward()
+
+        train(1)
+        train(2)
+        expected = model.module[2].weight.grad.clone().numpy().tobytes()[:400]
+        shown = memoryview(model.module[2].weight.grad.numpy()).cast("B")[:400]
+        told, tell = os.pipe()
+        child = os.fork() if rank == 0 else -1
+        if not child:  # nothing that takes locks: this process was forked from one with threads
+            os.read(ready, 1)
+            os.write(tell, shown)
+            os._exit(0)
+        del shown
+        train(3)
+        train(4)
+        assert model.module[2].weight.grad.numpy().tobytes()[:400] != expected
+        if rank == 0:
+            os.write(go, b".")
+            assert os.read(told, 400) == expected
+            assert os.waitpid(child, 0)[1] == 0
+        for each in (ready, go, told, tell):
+            os.close(each)
+
+    run(2, program)
+    assert ways == [True] * 4
