@@ -23,6 +23,7 @@ from sys import getrefcount
 import torch
 
 from phalanx.group.process_group import PhalanxProcessGroup
+from phalanx.reduce.forms import Forms
 from phalanx.reduce.holders import OURS_ALONE, Holders, are_ours_alone
 from phalanx.reduce.memory import Memory, form_of, shaped
 from phalanx.reduce.plan import NOWHERE, Plan
@@ -64,7 +65,8 @@ class Places:
         self._posting = self._new_posting()
         self.held: set[int] = set()
         self.hidden = False  # whether some parameter showed no gradient at the last settle()
-        self._pointers = [0 if view is _NO_VIEW else view.data_ptr() for view in self.views]
+        self._view_forms = Forms(self.views)
+        self._pointers = self._view_forms.pointers
         self._holders_at_home = Holders(self.views, self._at_home, self._shows_place) if self._at_home else None
         self._holders_staged = Holders(self.views, self.staged, self._shows_place) if self.staged else None
         self._kept: set[int] = set()  # parameters whose gradients users keep past the next step
@@ -98,12 +100,12 @@ class Places:
         return self.memory.view(region, start, self._forms[index])
 
     def _regain(self) -> None:
-        """Make places anew that somebody has given other memory (p.grad.data = ...): that is a gradient of theirs."""
-        if list(map(_data_pointer, self.views)) == self._pointers:
+        """Make places anew that somebody has changed: p.grad.data = ..., p.grad.t_(). That is a gradient of theirs."""
+        if self._view_forms.are_all_unchanged():
             return
         for holders in (self._holders_staged, self._holders_at_home):
             indices = holders.indices if holders is not None else ()
-            lost = [index for index in indices if self.views[index].data_ptr() != self._pointers[index]]
+            lost = [index for index in indices if self._view_forms.is_changed(index)]
             if holders is None or not lost:
                 continue
             left = holders.are_left(lost, self._shows_view)
@@ -133,7 +135,7 @@ class Places:
     def _move(self, index: int) -> None:
         before, now, parameter = self.views[index], self._new_view(index), self._params[index]
         self.views[index] = now
-        self._pointers[index] = now.data_ptr()
+        self._view_forms.note(index)
         if index in self.held:
             now.copy_(before)
             if parameter.grad is before:

@@ -205,6 +205,32 @@ def test_a_gradient_transposed_in_place_of_itself_and_added_to(where: str, monke
         assert torch.equal(found, (mean.t() + mean).t() + mean)
 
 
+@pytest.mark.parametrize("change", [lambda grad: grad.t_(), lambda grad: grad.unsqueeze_(0)], ids=["t_", "unsqueeze_"])
+@pytest.mark.parametrize("where", ["one piece", "pieces", "gloo"])
+def test_a_gradient_given_another_form_in_place_leaves_the_next_ones_alone(
+    where: str, change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(memory, "CUT", Cut(0, 64) if where == "pieces" else Cut())
+    rows = torch.arange(16.0).view(4, 4)
+
+    def program(rank: int) -> list[Tensor]:
+        group = dist.new_group(backend="phalanx", pg_options="gloo") if where == "gloo" else None
+        model, seen, kept = DistributedDataParallel(nn.Linear(4, 4, bias=False), process_group=group), [], []
+        for at in range(7):
+            model.zero_grad()
+            model((at + 1) * (rows[:1] + rank)).sum().backward()
+            seen.append(model.module.weight.grad.clone())
+            changed = change(model.module.weight.grad)
+            if at > 2:
+                kept.append((changed, changed.clone()))
+        assert all(torch.equal(gradient, copy) for gradient, copy in kept)
+        return seen
+
+    for found in run(2, program):
+        for at, gradient in enumerate(found):
+            assert torch.equal(gradient, (at + 1) * (rows[:1] + 0.5).expand(4, 4)), at
+
+
 def test_gradients_that_are_kept_are_still_the_mean():
     def program(rank: int) -> list[float]:
         model, kept = ddp(Branches("ab")), []
