@@ -98,14 +98,9 @@ class Ticket:
 
     def encode(self) -> bytes:
         """The whole ticket as bytes."""
-        return (
-            self.signature()
-            + PERSONAL.pack(
-                self.state, self.weighed | self.apart << 1, self.digest, len(self.bitmap), self.unit, self.total
-            )
-            + self.bitmap
-            + self.extra
-        )
+        flags = self.weighed | self.apart << 1
+        personal = PERSONAL.pack(self.state, flags, self.digest, len(self.bitmap), self.unit, self.total)
+        return self.signature() + personal + self.bitmap + self.extra
 
 
 def decode(wire: bytes) -> Ticket:

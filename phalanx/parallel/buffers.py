@@ -181,8 +181,7 @@ def average(group: PhalanxProcessGroup, tensors: Sequence[torch.Tensor], contrib
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         for pack in _packs([tensor for tensor in tensors if tensor.dtype is dtype]):
             pack.fill()
-            values = pack.flat.view(dtype)
-            flat = values
+            flat = values = pack.flat.view(dtype)
             mean = dtype.is_floating_point or dtype.is_complex
             reduction = Reduction.SUM if mean else Reduction.MAX
             if mean:
