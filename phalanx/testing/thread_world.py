@@ -57,7 +57,7 @@ def run_threads(fn: Callable[..., Any], args: tuple[Any, ...], settings: Setting
             "one world after the other",
         )
     try:
-        with _router_installed() as router:
+        with _router_installed() as router, _random_state_read_at_once():
             return _Run(fn, args, settings, router).outcomes()
     finally:
         _one_at_a_time.release()
@@ -155,6 +155,34 @@ def _router_installed() -> Iterator[_Router]:
         sys.excepthook = excepthook
         threading.Thread.start = start  # type: ignore[method-assign]
         c10d._world = outer
+
+
+@contextlib.contextmanager
+def _random_state_read_at_once() -> Iterator[None]:
+    """Keep the garbage collector out of torch.get_rng_state() meanwhile.
+
+    torch 2.13 makes a tensor there while it holds the lock of the generator, and the interpreter's. A collection that
+    this sets off can let go of the latter for a moment. Another thread that takes it, and asks for the state as well,
+    as each recomputation of activations does, then waits for the former for ever, with the interpreter's lock.
+    """
+    original, lock = torch.random.get_rng_state, threading.Lock()
+
+    @functools.wraps(original)
+    def get_rng_state() -> torch.Tensor:
+        with lock:
+            enabled = gc.isenabled()
+            gc.disable()
+            try:
+                return original()
+            finally:
+                if enabled:
+                    gc.enable()
+
+    torch.get_rng_state = torch.random.get_rng_state = get_rng_state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = torch.random.get_rng_state = original
 
 
 def _run_in_world(router: _Router, world: _RankWorld, run: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -294,3 +295,28 @@ def test_a_fault_that_would_end_the_test_itself_is_refused(kind: Kind, tmp_path)
     with pytest.raises(WorldError, match="would end the whole test"):
         run(1, lambda rank: faults.point(rank, 0, Point.IN_REDUCE), backend=None)
     assert faults.fired() == []
+
+
+COLLECTING = """
+import gc, time, torch
+from phalanx.testing import run
+
+def program(rank):
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        for _ in range(20):
+            cycle = [torch.ones(1)]
+            cycle.append(cycle)
+        with torch.random.fork_rng():
+            pass
+
+if __name__ == "__main__":
+    gc.set_threshold(5)
+    run(2, program)
+    assert torch.get_rng_state.__closure__ is None  # torch's own again
+"""
+
+
+def test_the_random_state_can_be_read_by_all_ranks_while_garbage_is_collected() -> None:
+    """In a process of its own: what can go wrong holds the interpreter's lock for ever."""
+    subprocess.run([sys.executable, "-c", COLLECTING], timeout=60, check=True)
