@@ -24,10 +24,11 @@ import torch
 
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.reduce.forms import Forms
+from phalanx.reduce.halves import Halves
 from phalanx.reduce.holders import OURS_ALONE, Holders, are_ours_alone
 from phalanx.reduce.memory import Memory, form_of, shaped
 from phalanx.reduce.plan import NOWHERE, Plan
-from phalanx.reduce.posting import Posting, add, copy
+from phalanx.reduce.posting import Contributions, Posting, add, copy
 
 # One pass of map() over hundreds of parameters costs a fraction of a loop's.
 _gradient, _requires_grad, _version = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
@@ -81,16 +82,18 @@ class Places:
         if older is not None:
             self._move_in(older)
 
-    def _new_posting(self) -> Posting | None:
+    def _new_posting(self) -> Contributions | None:
         store = self.memory.shared
         if store is None:
             return None
         places = [self.plan.places[index] for index in self.staged]
         starts = [(self.memory.staged[region], start) for region, start in places]
         forms = self._forms
-        posting = Posting(store, self.staged, starts, self.views, lambda flat, i: shaped(flat, forms[i]))
-        store.post = posting.post
-        return posting
+        contributions = Contributions(self.staged, starts, self.views, lambda flat, i: shaped(flat, forms[i]))
+        store.post = Posting(store, contributions).post
+        if store.common and store.size == 2:
+            store.halves = Halves(store, contributions)
+        return contributions
 
     def _shows_place(self, index: int) -> bool:
         return pointer(self._params[index].grad) == self._pointers[index]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 
 from phalanx.transport.reductions import constant
-from phalanx.transport.shared_gradients import SharedGradients
+from phalanx.transport.shared_gradients import Part, SharedGradients
 
 
-class _Part(NamedTuple):
+class Share(NamedTuple):
     """Elements `low` to `high`, in memory order, of a parameter's gradient; `whole` if these are all."""
 
     parameter: int
@@ -20,8 +24,8 @@ class _Part(NamedTuple):
     whole: bool
 
 
-class Posting:
-    """Posts the gradients of `indices`, whose places are at elements `starts` of regions of `store`.
+class Contributions:
+    """The gradients of `indices`, whose places are at elements `starts` of the regions of a store.
 
     `views[i]` is the place of parameter i: its gradient's shape and strides. `shaped(flat, i)` gives a flat
     range of memory these.
@@ -29,83 +33,116 @@ class Posting:
 
     def __init__(
         self,
-        store: SharedGradients,
         indices: Sequence[int],
         starts: Sequence[tuple[int, int]],
         views: Sequence[torch.Tensor],
         shaped: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> None:
+        self._starts = dict(zip(indices, starts, strict=True))
+        self._in_order = sorted((region, start, index) for index, (region, start) in self._starts.items())
+        self._counts = {index: views[index].numel() for index in indices}
         self._strides = {index: views[index].stride() for index in indices}
+        self._shaped = shaped
         self._given: Sequence[torch.Tensor | None] = ()
-        self._made: list[torch.Tensor] = []
         self._flat: dict[int, torch.Tensor] = {}
-        self._parts: list[list[_Part]] = []
-        self._slots: list[list[list[torch.Tensor]]] = [[], []]
-        counts = {index: views[index].numel() for index in indices}
-        for piece in store.pieces:
-            found: list[tuple[_Part, list[torch.Tensor]]] = []
-            for each in piece:
-                flat = [store.slot(turn, each) for turn in (0, 1)]
-                for index, (region, start) in zip(indices, starts, strict=True):
-                    low, high = max(each.start - start, 0), min(each.stop - start, counts[index])
-                    if region != each.region or low > high or (low == high and counts[index]):
-                        continue
-                    part = _Part(index, low, high, high - low == counts[index])
-                    slots = [slot[start + low - each.start : start + high - each.start] for slot in flat]
-                    found.append((part, [shaped(slot, index) for slot in slots] if part.whole else slots))
-            found.sort(key=lambda each: each[0].parameter)
-            self._parts.append([part for part, _ in found])
-            for turn in (0, 1):
-                self._slots[turn].append([slots[turn] for _, slots in found])
+        self.made: list[torch.Tensor] = []
 
     def begin(self, given: Sequence[torch.Tensor | None], made: list[torch.Tensor]) -> None:
         """Take what is posted next: a gradient or None by parameter; `made` has all, if autograd has just made all."""
-        self._given, self._made = given, made
+        self._given, self.made = given, made
         self._flat.clear()
 
     def end(self) -> None:
         """Let go of the gradients."""
-        self._given, self._made = (), []
+        self._given, self.made = (), []
         self._flat.clear()
 
-    def post(self, piece: int, turn: int, factor: float) -> None:
-        """See SharedGradients.post."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self._post(piece, turn, factor)
-        else:  # at the end of most backwards; no_grad() would take as long as to copy a small gradient
-            self._post(piece, turn, factor)
+    def shares_in(self, region: int, start: int, stop: int) -> Iterator[Share]:
+        """What of the gradients lies in elements `start` to `stop` of a region, in order."""
+        at = max(bisect_right(self._in_order, (region, start, sys.maxsize)) - 1, 0)
+        for number, first, index in itertools.islice(self._in_order, at, None):
+            if (number, first) >= (region, stop):
+                return
+            low, high = max(start - first, 0), min(stop - first, self._counts[index])
+            if number == region and low < high:
+                yield Share(index, low, high, high - low == self._counts[index])
 
-    def _post(self, piece: int, turn: int, factor: float) -> None:
-        slots, parts, made = self._slots[turn][piece], self._parts[piece], self._made
-        if made and len(self._parts) == 1:
-            torch._foreach_copy_(slots, made)
-            return
-        for slot, part in zip(slots, parts, strict=True):
-            gradient = self._given[part.parameter]
-            if gradient is None:
-                slot.zero_()
-                continue
-            gradient = _dense(gradient) if part.whole else self._range(part, gradient)
-            if factor == 1.0:
-                slot.copy_(gradient)
-            else:
-                torch.mul(gradient, constant(factor, slot.dtype), out=slot)
+    def start_of(self, share: Share) -> int:
+        """The element of its region where a share begins."""
+        return self._starts[share.parameter][1] + share.low
 
-    def _range(self, part: _Part, gradient: torch.Tensor) -> torch.Tensor:
-        """A part of `gradient` as one range of memory, in the order of the gradient's place."""
-        flat = self._flat.get(part.parameter)
+    def shape(self, memory: torch.Tensor, share: Share) -> torch.Tensor:
+        """Flat memory for a share in the form of what of() returns."""
+        return self._shaped(memory, share.parameter) if share.whole else memory
+
+    def of(self, share: Share) -> torch.Tensor | None:
+        """A share: a whole gradient as it is, else one range of memory, in the order of the gradient's place."""
+        gradient = self._given[share.parameter]
+        if gradient is None:
+            return None
+        if share.whole:
+            return _dense(gradient)
+        flat = self._flat.get(share.parameter)
         if flat is None:
-            flat = self._flat[part.parameter] = self._flattened(gradient, self._strides[part.parameter])
-        return flat[part.low : part.high]
+            flat = self._flat[share.parameter] = self._flattened(gradient, self._strides[share.parameter])
+        return flat[share.low : share.high]
 
     @staticmethod
-    @torch.no_grad()
     def _flattened(gradient: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         gradient = _dense(gradient)
         if gradient.stride() != strides:
             gradient = torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype).copy_(gradient)
         return gradient.as_strided((gradient.numel(),), (1,))
+
+    def copy(self, shares: Sequence[Share], slots: Sequence[torch.Tensor], factor: float) -> None:
+        """Write shares, times `factor`, to `slots` of their forms."""
+        for slot, share in zip(slots, shares, strict=True):
+            gradient = self.of(share)
+            if gradient is None:
+                slot.zero_()
+            elif factor == 1.0:
+                slot.copy_(gradient)
+            else:
+                torch.mul(gradient, constant(factor, slot.dtype), out=slot)
+
+
+class Posting:
+    """Posts whole pieces."""
+
+    def __init__(self, store: SharedGradients, contributions: Contributions) -> None:
+        self._from = contributions
+        self._shares: list[list[Share]] = []
+        self._slots: list[list[list[torch.Tensor]]] = [[], []]
+        for piece in store.pieces:
+            found = [(share, part) for part in piece for share in contributions.shares_in(*part[:3])]
+            found.sort(key=lambda each: each[0].parameter)
+            self._shares.append([share for share, _ in found])
+            for turn in (0, 1):
+                flat = {part: store.slot(turn, part) for part in piece}
+                self._slots[turn].append([slot_of(contributions, flat[part], part, share) for share, part in found])
+
+    def post(self, piece: int, turn: int, factor: float) -> None:
+        """See SharedGradients.post."""
+        made = self._from.made
+        with without_grad():
+            if made and len(self._shares) == 1 and factor == 1.0:
+                torch._foreach_copy_(self._slots[turn][piece], made)
+            else:
+                self._from.copy(self._shares[piece], self._slots[turn][piece], factor)
+
+
+_NOTHING = nullcontext()
+
+
+def without_grad() -> AbstractContextManager[None]:
+    """torch.no_grad() where it makes a difference: not at the end of most backwards, and it is not cheap."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+def slot_of(contributions: Contributions, flat: torch.Tensor, part: Part, share: Share) -> torch.Tensor:
+    """Where a share lies in `flat`, the memory of the part of a piece that it lies in."""
+    start = contributions.start_of(share) - part.start
+    return contributions.shape(flat[start : start + share.high - share.low], share)
 
 
 @torch.no_grad()

@@ -10,9 +10,13 @@ While one piece is added up, the next one is posted into the other slot; the fen
 everywhere. A slot is written again only after the next but one (see shm.py for why alternating slots suffice). What
 is small is one piece, posted before the tickets' fence, and needs no other.
 
-Where there are many pieces, results are shared: each rank adds up one segment of every piece, and all read the same
-results (see common_results.py), which nobody need copy. Not where some rank writes to its gradients, or shows, between
-reductions or while others reduce, what it has: then results go to memory of each rank's own.
+Where there is more than a little, results are shared: each rank adds up one segment of every piece, and all read the
+same results (see common_results.py), which nobody need copy. Not where some rank writes to its gradients, or shows,
+between reductions or while others reduce, what it has: then results go to memory of each rank's own.
+
+Of two ranks that share results, each posts only what lies in the other's segments; its own it adds up straight from
+its gradients (see Halves). The first piece is posted before the tickets tell whether results are shared: as it was in
+the reduction before. Where that turns out wrong, every rank posts it again.
 
 They never go to where a contribution is that has not been reduced yet: until the last fence every contribution is
 intact, so that a reduction can be repeated after a death.
@@ -27,7 +31,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -47,14 +51,16 @@ _LIKE_FLOAT32 = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class Cut(NamedTuple):
-    """All gradients together are one piece up to `whole` bytes; beyond, pieces have `piece` bytes.
+    """Pieces have `piece` bytes.
 
-    Up to `direct` ranks, each adds up all slots of a piece for itself.
+    Up to `direct` ranks, each adds up all slots of a piece for itself; but beyond `common` bytes in all, results are
+    shared. What is less than `small` bytes of a gradient is posted though it lies in a rank's own segment.
     """
 
-    whole: int = 2 << 20
-    piece: int = 1 << 20
+    piece: int = 2 << 20
     direct: int = 3
+    common: int = 128 << 10
+    small: int = 16 << 10
 
 
 class Part(NamedTuple):
@@ -64,6 +70,16 @@ class Part(NamedTuple):
     start: int
     stop: int
     offset: int
+
+
+class Halves(Protocol):
+    """What one of two ranks does that share results, of a reduction with all of its gradients and equal scales."""
+
+    def post(self, piece: int, turn: int, factor: float) -> None:
+        """Post what the other rank adds up of a piece, times `factor`."""
+
+    def add(self, piece: int, turn: int, factor: float) -> None:
+        """Write the results of this rank's own half of a piece, times `factor`, once both have posted."""
 
 
 class _Results(enum.Enum):
@@ -77,20 +93,22 @@ class _Results(enum.Enum):
 class _Program(NamedTuple):
     """What a rank calls, by turn and piece: to add up, and to take over what others have added up.
 
-    `factor` is what contributions to all pieces but the first are posted with.
+    `factor` is what contributions to all pieces but the first are posted with. `halves` says whether Halves can do it.
     """
 
     add: list[list[Calls]]
     take: list[list[Calls]]
     factor: float
+    halves: bool
 
 
 class SharedGradients:
     """The slots of all ranks, and `own`: this rank's results, and contributions that are accumulated there.
 
-    `post(piece, turn, factor)` writes this rank's contribution to a piece, times a factor, into its slot; it is
-    replaced by whoever knows of contributions that are not in `own`. `aside` says that some contributions are there,
-    `apart` that this rank's results may not be shared from now on, `shares` that they are in this reduction.
+    `post(piece, turn, factor)` writes this rank's contribution to a piece, times a factor, into its slot; whoever knows
+    of contributions that are not in `own` replaces it, and may set `halves`, on both ranks. `aside` says that some
+    contributions are there, `apart` that this rank's results may not be shared from now on, `shares` that they are in
+    this reduction.
     """
 
     def __init__(
@@ -101,17 +119,19 @@ class SharedGradients:
         layout: Layout,
         cut: Cut,
     ) -> None:
-        self._rank, self._size, self._layout = rank, size, layout
+        self.rank, self.size, self.cut, self._layout = rank, size, cut, layout
         self._arena = None if arena is None else arena.memory
         self._spare: list[torch.Tensor] | None = None
         self._turn = 0
+        self._ahead: float | None = None  # the factor of the last reduction, if the halves have done it
         self._programs: dict[tuple[tuple[Span, ...], tuple[float, ...], _Results], _Program] = {}
         # The last one. Both sequences are kept, so that their identity proves that they are the same.
         self._usual: tuple[Sequence[Span], Sequence[float], _Results, _Program] | None = None
-        self.pieces = pieces_of(layout, cut if size > 1 else Cut(whole=_total(layout)))
+        self.pieces = pieces_of(layout, cut if size > 1 else Cut(_total(layout)))
         self._slot_bytes = _slot_bytes(self.pieces, layout)
         self._direct = size <= cut.direct or len(self.pieces) == 1
         self.post: Callable[[int, int, float], None] = self._post_own
+        self.halves: Halves | None = None
         self.aside = self.apart = self.shares = False
         # Whether `own` shows something else than what all ranks share, for the time being: results of a reduction
         # that was not shared as an exception, or what was there when this process forked.
@@ -119,11 +139,11 @@ class SharedGradients:
         self._shows_common = False
         self._reducing = threading.Lock()
         self._common: CommonResults | None = None
-        self._common_regions: list[torch.Tensor] = []
-        if arena is not None and len(self.pieces) > 1:
+        self.common: list[torch.Tensor] = []  # the results that all share, for those who write them
+        if arena is not None and _total(layout) > cut.common:
             start = _before_results(size, self.pieces, layout)
             self._common = CommonResults(arena, start, _total(layout))
-            self._common_regions = _regions(arena.memory, layout, start)[0]
+            self.common = _regions(arena.memory, layout, start)[0]
             _sharing.add(self)
         self._take_memory()
 
@@ -145,13 +165,13 @@ class SharedGradients:
     def bytes_needed(size: int, layout: Layout, cut: Cut) -> int:
         """How large the arena must be for `size` ranks."""
         pieces = pieces_of(layout, cut)
-        return _before_results(size, pieces, layout) + (_total(layout) if len(pieces) > 1 else 0)
+        return _before_results(size, pieces, layout) + (_total(layout) if _total(layout) > cut.common else 0)
 
     def slot(self, turn: int, part: Part, rank: int | None = None) -> torch.Tensor:
         """Where a rank, or this one, posts its contribution to a part in turn 0 or 1; `size` has the results."""
         if self._arena is None:
             return self.own[part.region][part.start : part.stop]
-        place = turn * (self._size + 1) + (self._rank if rank is None else rank)
+        place = turn * (self.size + 1) + (self.rank if rank is None else rank)
         return torch.frombuffer(
             self._arena, dtype=self._layout[part.region][0], count=part.stop - part.start,
             offset=place * self._slot_bytes + part.offset,
@@ -171,7 +191,10 @@ class SharedGradients:
     def begin(self, turn: int) -> None:
         """Post the first piece, in the turn of the fence that comes next."""
         self._turn = turn
-        self.post(0, turn, 1.0)
+        if self._ahead is not None and self.halves is not None:
+            self.halves.post(0, turn, self._ahead)
+        else:
+            self.post(0, turn, 1.0)
 
     def _post_own(self, piece: int, turn: int, factor: float) -> None:
         for part in self.pieces[piece]:
@@ -188,7 +211,7 @@ class SharedGradients:
             self._reduce(spans, scales, fence, takes)
 
     def _reduce(self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool) -> None:
-        last, turn, direct = len(self.pieces) - 1, self._turn, self._direct and not self.shares
+        last, direct = len(self.pieces) - 1, self._direct and not self.shares
         where = self._where(takes)
         usual = self._usual
         if usual is not None and spans is usual[0] and scales is usual[1] and where is usual[2]:
@@ -196,11 +219,20 @@ class SharedGradients:
         else:
             program = self._program(tuple(spans), tuple(scales), where)
             self._usual = (spans, scales, where, program)
+        halves, ahead = self.halves if program.halves else None, self._ahead
+        self._ahead = program.factor if halves is not None else None
+        if ahead is not None and ahead != self._ahead:
+            ahead, self._turn = None, fence.step & 1
+            self.post(0, self._turn, 1.0)
+            fence()
+        post, turn = self.post if halves is None else halves.post, self._turn
         for piece in range(last + 1):
             following = fence.step & 1
             if piece < last:
-                self.post(piece + 1, following, program.factor)
-            if takes or not direct:
+                post(piece + 1, following, program.factor)
+            if halves is not None and (piece or ahead is not None):
+                halves.add(piece, turn, program.factor)
+            elif takes or not direct:
                 for call in program.add[turn][piece]:
                     call()
             if piece < last or not direct:
@@ -239,7 +271,7 @@ class SharedGradients:
 
     def _results(self, where: _Results) -> list[torch.Tensor]:
         if where is not _Results.SPARE:
-            return self.own if where is _Results.OWN else self._common_regions
+            return self.own if where is _Results.OWN else self.common
         if self._spare is None:
             self._spare = _regions(_private(self._layout), self._layout)[0]
         return self._spare
@@ -259,7 +291,10 @@ class SharedGradients:
                 ]
                 add.append([calls for calls, _ in both])
                 take.append([calls for _, calls in both])
-            found = self._programs[(spans, scales, where)] = _Program(add, take, factor)
+            whole = spans == tuple((region, 0, count) for region, (_, count) in enumerate(self._layout))
+            alike = whole and scales == (factor,) * len(scales)
+            halves = self.halves is not None and where is _Results.COMMON and alike
+            found = self._programs[(spans, scales, where)] = _Program(add, take, factor, halves)
         return found
 
     def _calls(
@@ -281,10 +316,10 @@ class SharedGradients:
                     add += summation([slot[low:high] for slot in slots], given, result)
                     continue
                 if not shares:
-                    common = self.slot(turn, part, self._size)[low:high]
+                    common = self.slot(turn, part, self.size)[low:high]
                     take.append(_copying(common, result))
                     result = common
-                first, end = (high - low) * self._rank // self._size, (high - low) * (self._rank + 1) // self._size
+                first, end = (high - low) * self.rank // self.size, (high - low) * (self.rank + 1) // self.size
                 add += summation([slot[low + first : low + end] for slot in slots], given, result[first:end])
         return add, take
 
@@ -306,7 +341,7 @@ def _copying(source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]
 
 def pieces_of(layout: Layout, cut: Cut) -> list[list[Part]]:
     """The pieces that regions are cut into. Pure."""
-    room = limit = max(cut.whole if _total(layout) <= cut.whole else cut.piece, _ALIGN)
+    room = limit = max(cut.piece, _ALIGN)
     pieces: list[list[Part]] = [[]]
     for region, (dtype, count) in enumerate(layout):
         start = 0

@@ -300,7 +300,7 @@ def test_a_call_that_raised_on_some_ranks_does_not_mix_the_slots_of_the_next() -
 @pytest.mark.parametrize("kind", ["one piece", "pieces", "pieces and segments", "gloo", "ring"])
 def test_gradients_are_scaled_sums_and_a_rank_of_weight_zero_is_not_read(kind: str) -> None:
     layout = [(torch.float32, 1001), (torch.bfloat16, 64)]
-    cut = Cut() if kind == "one piece" else Cut(0, 192, direct=2 if "segments" in kind else 3)
+    cut = Cut() if kind == "one piece" else Cut(192, direct=2 if "segments" in kind else 3)
 
     def program(rank: int) -> list[list[float]]:
         if kind not in ("gloo", "ring"):
@@ -333,7 +333,7 @@ def test_gradients_are_scaled_sums_and_a_rank_of_weight_zero_is_not_read(kind: s
 
 
 def test_results_that_all_ranks_share_and_what_each_writes_to_its_own() -> None:
-    layout, cut = [(torch.float32, 5000), (torch.bfloat16, 64)], Cut(0, 1024)
+    layout, cut = [(torch.float32, 5000), (torch.bfloat16, 64)], Cut(1024, common=0)
 
     def program(rank: int) -> None:
         core = dist.group.WORLD.core
@@ -389,7 +389,7 @@ def test_in_pieces_the_mean_is_rounded_as_in_one() -> None:
         for size, dtype in itertools.product([size for size in groups if rank < size], dtypes):
             given = torch.randn(count).mul(1e-7 if dtype is torch.float16 else 1e-30).to(dtype)
             means = []
-            for cut in (Cut(), Cut(0, 64), Cut(0, 64, direct=1)):
+            for cut in (Cut(), Cut(64), Cut(64, direct=1)):
                 core, layout = groups[size].core, [(dtype, count)]
                 arena = core.arena(SharedGradients.bytes_needed(size, layout, cut))
                 store = SharedGradients(rank, size, arena, layout, cut)

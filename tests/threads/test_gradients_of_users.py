@@ -162,7 +162,7 @@ KEPT: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("where", ["one piece", "pieces", "gloo"])
 def test_what_is_kept_of_a_gradient_keeps_its_values(where: str, how: str, monkeypatch: pytest.MonkeyPatch):
     """In every step, of one layer in some and of all in others, as gradients are kept for a plot."""
-    monkeypatch.setattr(memory, "CUT", Cut(0, 64) if where == "pieces" else Cut())
+    monkeypatch.setattr(memory, "CUT", Cut(64, common=0, small=0) if where == "pieces" else Cut())
 
     def program(rank: int) -> None:
         group = dist.new_group(backend="phalanx", pg_options="gloo") if where == "gloo" else None
@@ -186,7 +186,7 @@ def test_what_is_kept_of_a_gradient_keeps_its_values(where: str, how: str, monke
 
 @pytest.mark.parametrize("where", ["one piece", "pieces", "gloo"])
 def test_a_gradient_transposed_in_place_of_itself_and_added_to(where: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory, "CUT", Cut(0, 64) if where == "pieces" else Cut())
+    monkeypatch.setattr(memory, "CUT", Cut(64, common=0, small=0) if where == "pieces" else Cut())
     rows = torch.arange(16.0).view(4, 4)
 
     def program(rank: int) -> Tensor:
@@ -210,7 +210,7 @@ def test_a_gradient_transposed_in_place_of_itself_and_added_to(where: str, monke
 def test_a_gradient_given_another_form_in_place_leaves_the_next_ones_alone(
     where: str, change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(memory, "CUT", Cut(0, 64) if where == "pieces" else Cut())
+    monkeypatch.setattr(memory, "CUT", Cut(64, common=0, small=0) if where == "pieces" else Cut())
     rows = torch.arange(16.0).view(4, 4)
 
     def program(rank: int) -> list[Tensor]:
@@ -297,7 +297,7 @@ def test_a_gradient_pickles_and_copies_alone_not_with_all_shared_memory():
     assert same_on_all(2, program) == (True, True, 1.5)
 
 
-@pytest.mark.parametrize(("cut", "mappings"), [(Cut(), 1), (Cut(0, 64), 3)], ids=["one piece", "pieces"])
+@pytest.mark.parametrize(("cut", "mappings"), [(Cut(), 1), (Cut(64, common=0), 3)], ids=["one piece", "pieces"])
 def test_a_dropped_wrapper_is_freed_with_its_shared_memory(
     cut: Cut, mappings: int, holdings, monkeypatch: pytest.MonkeyPatch
 ):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,7 +65,7 @@ def test_a_reduction_that_fails_between_pieces_leaves_every_contribution_as_it_w
     reset: bool, direct: int, monkeypatch: pytest.MonkeyPatch
 ):
     """So that survivors can repeat the step. With reset=False gradients lie where results go."""
-    monkeypatch.setattr(memory, "CUT", Cut(0, 64, direct))
+    monkeypatch.setattr(memory, "CUT", Cut(64, direct, common=0, small=32))
 
     def program(rank: int) -> tuple[Tensor, Tensor]:
         model = DistributedDataParallel(nn.Linear(100, 1, bias=False))
@@ -73,14 +76,14 @@ def test_a_reduction_that_fails_between_pieces_leaves_every_contribution_as_it_w
             model(x).sum().backward()
         given = model.module.weight.grad.clone()
         shared = model._reducer.places.memory.shared
-        post = shared.post
 
-        def fail(piece: int, turn: int, factor: float) -> None:
+        def fail(post: Callable[[int, int, float], None], piece: int, turn: int, factor: float) -> None:
             if rank == 1 and piece == 3:
                 raise OSError("no memory")
             post(piece, turn, factor)
 
-        shared.post = fail
+        for each in (shared, shared.halves):
+            each.post = partial(fail, each.post)
         with pytest.raises(OSError if rank == 1 else PeerFailedError) as caught:
             model(x).sum().backward()
         model._group.announce_failure(caught.value)

@@ -294,7 +294,10 @@ def check(first_seed: int) -> None:
     assert counts == [sum(len(plan.steps) for plan in plans)] * ranks
 
 
-@pytest.fixture(params=[Cut(0, 128, direct=3), Cut(0, 128, direct=1)], ids=["pieces", "segments"])
+CUTS = {"pieces": Cut(128), "segments": Cut(128, direct=1), "shared": Cut(128, common=0, small=32)}
+
+
+@pytest.fixture(params=CUTS.values(), ids=CUTS.keys())
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cut:
     """How gradients are cut: by default such small ones are one piece."""
     monkeypatch.setattr(memory, "CUT", request.param)

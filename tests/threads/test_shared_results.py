@@ -18,7 +18,7 @@ from phalanx.transport.common_results import CommonResults
 from phalanx.transport.shared_gradients import Cut, SharedGradients
 from tests.threads.small_models import ddp
 
-IN_PIECES, AT_ONCE = Cut(0, 4096), Cut()
+IN_PIECES, AT_ONCE = Cut(4096, common=0, small=1024), Cut()
 ACTIONS = ["clip", "one clips", "keep", "leave", "zero", "numpy", "accumulate", "weigh", "skip", "branch", "join"]
 
 
@@ -106,7 +106,7 @@ def test_what_a_script_sees_of_its_gradients(seed: int, size: int, monkeypatch: 
         for at, (a, b) in enumerate(zip(theirs, ours, strict=True)):
             assert [each is None for each in a] == [each is None for each in b], (actions, at)
             for x, y in zip(a, b, strict=True):
-                assert x is None or y is None or torch.allclose(x, y, rtol=1e-5, atol=1e-8), (actions, at)
+                assert x is None or y is None or torch.equal(x, y), (actions, at)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     reduce = SharedGradients.reduce
 
     def spied(self: SharedGradients, *arguments: Any) -> None:
-        if self._rank == 0:
+        if self.rank == 0:
             found.append(self.shares)
         reduce(self, *arguments)
 
@@ -168,6 +168,55 @@ def test_results_are_shared_until_somebody_writes_to_one(
 
     run(2, program)
     assert ways == expected
+
+
+def test_two_ranks_post_the_first_piece_as_it_was_right_before_and_again_where_that_was_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "CUT", IN_PIECES)
+
+    def program(rank: int) -> list[list[str]]:
+        model = model_of(0)
+        model.zero_grad()
+        model(torch.ones(2, 6)).mean().backward()  # shared for the first time
+        shared, posted = model._reducer.places.memory.shared, []
+
+        def noting(name: str, post: Callable[[int, int, float], None]) -> Callable[[int, int, float], None]:
+            def noted(piece: int, turn: int, factor: float) -> None:
+                if not piece:
+                    posted[-1].append(name)
+                post(piece, turn, factor)
+
+            return noted
+
+        shared.post, shared.halves.post = noting("whole", shared.post), noting("half", shared.halves.post)
+        for weights in ((1, 1), (1, 1), (1, 3), (1, 3), (2, 2), (2, 2)):
+            posted.append([])
+            model.zero_grad()
+            loss = model(torch.full((2, 6), rank + 1.0)).mean()
+            model.weigh(loss, weights[rank]).backward()
+        return posted
+
+    expected = [["half"], ["half"], ["half", "whole"], ["whole"], ["whole"], ["half"]]
+    assert run(2, program) == [expected] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_halves_of_other_dtypes_are_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(rank: int) -> list[Tensor | None]:
+        model = ddp(model_of(3).module.to(dtype))
+        for at in range(2):
+            model.zero_grad()
+            model(torch.randn(4, 6, generator=generator(at + rank)).to(dtype)).square().mean().backward()
+        shared = model._reducer.places.memory.shared
+        assert shared.shares == (shared._ahead is not None) == (memory.CUT is IN_PIECES)
+        return gradients(model)
+
+    monkeypatch.setattr(memory, "CUT", AT_ONCE)
+    expected = run(2, program)
+    monkeypatch.setattr(memory, "CUT", IN_PIECES)
+    for theirs, ours in zip(expected, run(2, program), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
 
 
 def test_where_the_system_does_not_tell_what_was_written_nothing_is_shared(
