@@ -18,7 +18,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from phalanx.launch.spawn import SpawnError
 from phalanx.observe.bench_allreduce import measure_allreduce
 from phalanx.observe.bench_buckets import measure_buckets
 from phalanx.observe.bench_memory import measure_memory
-from phalanx.observe.bench_models import WORKLOADS
+from phalanx.observe.bench_models import WORKLOADS, Workload
 from phalanx.observe.bench_ranks import Ranks, measure_on_ranks
 from phalanx.observe.bench_report import show
 from phalanx.observe.bench_steps import measure_steps
@@ -38,6 +38,7 @@ from phalanx.observe.bench_variants import BASELINE, LOCAL, OURS, VARIANTS, Vari
 
 KINDS = ("steps", "allreduce", "buckets", "memory")
 MEMORY_MODELS = ("resnet", "gpt")  # below a million parameters the pages of everything else drown them
+MAX_NORM = 1.0
 PAGE = 120  # columns where the output is not a terminal
 INTERRUPTED = 130  # the shell's code for a process that Ctrl-C ended
 
@@ -53,6 +54,11 @@ class Plan:
     variants: tuple[Variant, ...] = (VARIANTS[LOCAL], VARIANTS[BASELINE], VARIANTS[OURS])
     memory_variants: tuple[Variant, ...] = (VARIANTS["torch-view"], VARIANTS[OURS])
     quick: bool = False
+    clip: bool = False
+
+    def workloads(self) -> list[Workload]:
+        """Return what is trained to measure steps."""
+        return [replace(WORKLOADS[name], max_norm=MAX_NORM if self.clip else None) for name in self.models]
 
     def backends(self) -> list[str]:
         """Return the backends of the variants, each once, in order."""
@@ -95,7 +101,7 @@ def run(plan: Plan) -> dict[str, Any]:
 def _measure_times(ranks: Ranks, plan: Plan) -> dict[str, Any]:
     results: dict[str, Any] = {}
     if "steps" in plan.kinds:
-        results["steps"] = measure_steps(ranks, plan.models, plan.variants, plan.quick)
+        results["steps"] = measure_steps(ranks, plan.workloads(), plan.variants, plan.quick)
     if "allreduce" in plan.kinds:
         results["allreduce"] = measure_allreduce(ranks, plan.backends(), plan.quick)
     if "buckets" in plan.kinds:
@@ -115,6 +121,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         variants=variants,
         memory_variants=tuple(VARIANTS[name] for name in memory),
         quick=options.quick,
+        clip=options.clip,
     )
 
 
@@ -145,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="A,B",
         help=f"measured beside {LOCAL} and {BASELINE} (default: {OURS}; known: {','.join(VARIANTS)})",
     )
+    add("--clip", action="store_true", help="clip gradients in each step, which writes to them")
     add("--quick", action="store_true", help="few rounds: to see that it runs, not for figures")
     add("--json", type=Path, metavar="FILE", help="write the results to FILE as well")
     add("--torch-only", action="store_true", help="leave Phalanx out: measure torch alone")
@@ -179,6 +187,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "ranks": plan.ranks,
         "threads_per_rank": 1,
         "quick": plan.quick,
+        "clip": plan.clip,
         "variants": {v.name: v.title for v in plan.variants},
     }
 

@@ -36,6 +36,7 @@ class Workload:
     learning_rate: float
     block: int
     rounds: int
+    max_norm: float | None = None  # what gradients are clipped to in each step
 
     def build(self, seed: int) -> nn.Module:
         """Return the model with the weights that `seed` gives; the global generator is left alone."""

@@ -31,6 +31,7 @@ def _header(header: Mapping[str, Any]) -> str:
         f"phalanx {header['phalanx']}, torch {header['torch']}, Python {header['python']}; "
         f"{header['cpu']}, {header['cores']} cores; {header['ranks']} ranks of "
         f"{header['threads_per_rank']} thread; load {header['load']:.2f} at the start"
+        + ("; gradients are clipped in each step" if header["clip"] else "")
         + ("; quick run: the figures are rough" if header["quick"] else "")
     )
 

@@ -1,6 +1,6 @@
 """Time whole training steps of one model under several variants, in turn, in the same processes.
 
-A step is what people write: zero_grad, forward, loss, backward, optimizer step (plain SGD). Each
+A step is what people write: zero_grad, forward, loss, backward, perhaps clipping, optimizer step (plain SGD). Each
 variant trains its own copy of the model from the same weights on the same batches. First it is
 checked that they compute the mean gradient over the ranks; a fast wrong result is not a result.
 Then come rounds: in each, every variant runs one block of steps, from a common start line, after
@@ -20,7 +20,7 @@ from torch.optim import SGD
 
 from phalanx.errors import InternalError
 from phalanx.observe.bench_figures import differences, order_of_round, ratio, spread
-from phalanx.observe.bench_models import WORKLOADS, Workload, count_parameters
+from phalanx.observe.bench_models import Workload, count_parameters
 from phalanx.observe.bench_ranks import Ranks
 from phalanx.observe.bench_variants import BASELINE, LOCAL, Variant
 
@@ -40,11 +40,14 @@ class Trainer:
         self.loss = workload.loss
         self.inputs, self.targets = workload.batch(SEED + 1 + ranks.rank)
         self.optimizer = SGD(self.model.parameters(), workload.learning_rate, foreach=True)
+        self.max_norm = workload.max_norm
 
     def step(self) -> None:
         """Take one training step."""
         self.optimizer.zero_grad(set_to_none=True)
         self.loss(self.model(self.inputs), self.targets).backward()
+        if self.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.optimizer.step()
 
     def block(self, steps: int, ranks: Ranks) -> float:
@@ -65,7 +68,7 @@ class Reference:
         self.loss = workload.loss
         self.inputs, self.targets = workload.batch(SEED + 1 + ranks.rank)
         self.optimizer = SGD(self.model.parameters(), workload.learning_rate, foreach=True)
-        self.ranks = ranks
+        self.max_norm, self.ranks = workload.max_norm, ranks
 
     def step(self) -> None:
         """Take one training step. Collective."""
@@ -78,12 +81,16 @@ class Reference:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=group)
                 parameter.grad /= self.ranks.size
+        if self.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.optimizer.step()
 
 
-def measure_steps(ranks: Ranks, names: Sequence[str], variants: Sequence[Variant], quick: bool) -> list[dict[str, Any]]:
-    """Measure the workloads `names` under `variants` and return a JSON entry for each. Collective."""
-    return [_measure_workload(ranks, WORKLOADS[name], variants, quick) for name in names]
+def measure_steps(
+    ranks: Ranks, workloads: Sequence[Workload], variants: Sequence[Variant], quick: bool
+) -> list[dict[str, Any]]:
+    """Measure workloads under `variants` and return a JSON entry for each. Collective."""
+    return [_measure_workload(ranks, workload, variants, quick) for workload in workloads]
 
 
 def _measure_workload(ranks: Ranks, workload: Workload, variants: Sequence[Variant], quick: bool) -> dict[str, Any]:

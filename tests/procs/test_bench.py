@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -24,7 +26,7 @@ from phalanx.observe.bench_allreduce import Contender
 from phalanx.observe.bench_figures import differences, order_of_round, ratio, spread
 from phalanx.observe.bench_models import WORKLOADS, count_parameters
 from phalanx.observe.bench_ranks import Ranks
-from phalanx.observe.bench_steps import TOLERANCE
+from phalanx.observe.bench_steps import TOLERANCE, Trainer
 from phalanx.observe.bench_variants import VARIANTS
 
 ROOT = Path(bench.__file__).parents[2]
@@ -104,6 +106,24 @@ def test_a_variant_that_does_not_synchronise_is_refused(
     assert code == 1
     assert "torch-view on digits" in err and "its speed means nothing" in err
     assert "Training step" not in out
+
+
+def test_steps_that_clip_their_gradients(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    file = tmp_path / "figures.json"
+    assert bench.main(["--quick", "--clip", "--what", "steps", "--models", "digits", "--json", str(file)]) == 0
+    assert "gradients are clipped in each step" in capfd.readouterr().out
+    assert json.loads(file.read_text())["header"]["clip"] is True
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_step_clips_gradients_where_that_is_measured(clip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "MAX_NORM", 0.01)
+    (workload,) = bench.Plan(models=("digits",), clip=clip).workloads()
+    ranks: Any = SimpleNamespace(rank=0, size=1, group=lambda backend: None)
+    trainer = Trainer(workload, VARIANTS["local"], ranks)
+    trainer.step()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in trainer.plain.parameters()])
+    assert (norm < 0.0101) == clip
 
 
 @pytest.mark.parametrize(
