@@ -40,19 +40,19 @@ class Halves:
     """See the protocol of this name in transport/shared_gradients.py."""
 
     def __init__(self, store: SharedGradients, contributions: Contributions) -> None:
-        self._store, self._from, self._rank, self._small = store, contributions, store.rank, store.cut.small
-        self._pieces = [[self._piece(parts, turn) for parts in store.pieces] for turn in (0, 1)]
+        self._from, self._rank, self._small = contributions, store.rank, store.cut.small
+        self._pieces = [[self._piece(store, parts, turn) for parts in store.pieces] for turn in (0, 1)]
         self._sums: dict[float, list[list[_Calls]]] = {}
 
-    def _piece(self, parts: Sequence[Part], turn: int) -> _Piece:
+    def _piece(self, store: SharedGradients, parts: Sequence[Part], turn: int) -> _Piece:
         piece = _Piece()
         for part in parts:
-            slots = [self._store.slot(turn, part, rank) for rank in (0, 1)]
-            result = self._store.common[part.region][part.start : part.stop]
+            slots = [store.slot(turn, part, rank) for rank in (0, 1)]
+            result = store.common[part.region][part.start : part.stop]
             own, other = slots[self._rank], slots[1 - self._rank]
             begin, end = self._own_half(part)
             at = begin
-            for share in self._shares(part):
+            for share in self._shares(part, result.element_size()):
                 start, count = self._from.start_of(share), share.high - share.low
                 if count * result.element_size() < self._small:
                     piece.has_cut |= not share.whole
@@ -73,10 +73,9 @@ class Halves:
         middle = (part.start + part.stop) // 2
         return (middle, part.stop) if self._rank else (part.start, middle)
 
-    def _shares(self, part: Part) -> list[Share]:
+    def _shares(self, part: Part, itemsize: int) -> list[Share]:
         """What lies in a part, in order; cut at its middle, but for what is small."""
-        middle, itemsize = (part.start + part.stop) // 2, self._store.common[part.region].element_size()
-        shares: list[Share] = []
+        middle, shares = (part.start + part.stop) // 2, list[Share]()
         for share in self._from.shares_in(part.region, part.start, part.stop):
             cut = share.low + middle - self._from.start_of(share)
             if share.low < cut < share.high and (share.high - share.low) * itemsize >= self._small:

@@ -16,6 +16,7 @@ user's to keep or to drop, and is added to the place when the next synchronisati
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, eq, is_
 from sys import getrefcount
@@ -68,6 +69,7 @@ class Places:
         self.hidden = False  # whether some parameter showed no gradient at the last settle()
         self._view_forms = Forms(self.views)
         self._pointers = self._view_forms.pointers
+        self._shows_place = partial(_shows, parameters, self._pointers)
         self._holders_at_home = Holders(self.views, self._at_home, self._shows_place) if self._at_home else None
         self._holders_staged = Holders(self.views, self.staged, self._shows_place) if self.staged else None
         self._kept: set[int] = set()  # parameters whose gradients users keep past the next step
@@ -94,9 +96,6 @@ class Places:
         if store.common and store.size == 2:
             store.halves = Halves(store, contributions)
         return contributions
-
-    def _shows_place(self, index: int) -> bool:
-        return pointer(self._params[index].grad) == self._pointers[index]
 
     def _new_view(self, index: int) -> torch.Tensor:
         region, start = self.plan.places[index]
@@ -389,6 +388,10 @@ class Places:
                 copy(gradient, view)
             self._params[index].grad = None
             self.held.add(index)
+
+
+def _shows(params: Sequence[torch.nn.Parameter], pointers: Sequence[int], index: int) -> bool:
+    return pointer(params[index].grad) == pointers[index]
 
 
 def pointer(gradient: torch.Tensor | None) -> int:

@@ -105,8 +105,8 @@ class _Program(NamedTuple):
 class SharedGradients:
     """The slots of all ranks, and `own`: this rank's results, and contributions that are accumulated there.
 
-    `post(piece, turn, factor)` writes this rank's contribution to a piece, times a factor, into its slot; whoever knows
-    of contributions that are not in `own` replaces it, and may set `halves`, on both ranks. `aside` says that some
+    Whoever knows of contributions that are not in `own` sets `post(piece, turn, factor)`, which writes this rank's
+    contribution to a piece, times a factor, into its slot, and may set `halves`, on both ranks. `aside` says that some
     contributions are there, `apart` that this rank's results may not be shared from now on, `shares` that they are in
     this reduction.
     """
@@ -130,7 +130,7 @@ class SharedGradients:
         self.pieces = pieces_of(layout, cut if size > 1 else Cut(_total(layout)))
         self._slot_bytes = _slot_bytes(self.pieces, layout)
         self._direct = size <= cut.direct or len(self.pieces) == 1
-        self.post: Callable[[int, int, float], None] = self._post_own
+        self.post: Callable[[int, int, float], None] | None = None
         self.halves: Halves | None = None
         self.aside = self.apart = self.shares = False
         # Whether `own` shows something else than what all ranks share, for the time being: results of a reduction
@@ -194,9 +194,12 @@ class SharedGradients:
         if self._ahead is not None and self.halves is not None:
             self.halves.post(0, turn, self._ahead)
         else:
-            self.post(0, turn, 1.0)
+            self._post(0, turn, 1.0)
 
-    def _post_own(self, piece: int, turn: int, factor: float) -> None:
+    def _post(self, piece: int, turn: int, factor: float) -> None:
+        if self.post is not None:
+            self.post(piece, turn, factor)
+            return
         for part in self.pieces[piece]:
             scale_into(self.own[part.region][part.start : part.stop], factor, self.slot(turn, part))
 
@@ -223,9 +226,9 @@ class SharedGradients:
         self._ahead = program.factor if halves is not None else None
         if ahead is not None and ahead != self._ahead:
             ahead, self._turn = None, fence.step & 1
-            self.post(0, self._turn, 1.0)
+            self._post(0, self._turn, 1.0)
             fence()
-        post, turn = self.post if halves is None else halves.post, self._turn
+        post, turn = self._post if halves is None else halves.post, self._turn
         for piece in range(last + 1):
             following = fence.step & 1
             if piece < last:
