@@ -17,6 +17,7 @@ from phalanx.group import follow, ticket
 from phalanx.group.dtypes import CODES
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.group.ticket import Operation
+from phalanx.reduce.posting import copy_all
 from phalanx.transport.protocol import Fence
 from phalanx.transport.reductions import Reduction
 
@@ -137,9 +138,7 @@ class Pack:
 
 @torch.no_grad()
 def _copy_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-    try:
-        torch._foreach_copy_(targets, sources)
-    except RuntimeError:  # it takes no conjugate or negated views
+    if not copy_all(targets, sources):
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source)
 

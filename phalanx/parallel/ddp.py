@@ -208,9 +208,11 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
     def _sync_final_model(self, root: int) -> None:
         """Give every rank the model and gradients of `root`, after different numbers of steps."""
         self._broadcast_module(root, with_buffers=self.forward_sync_buffers)
-        places = self._reducer.places
-        said = self._group.core.exchange(ticket.bits(places.shown(), len(self._reducer.named)), "the end of join()")
-        buffers.broadcast(self._group, places.show_only(ticket.members(said[root])), root)
+        places, core = self._reducer.places, self._group.core
+        said = core.exchange(ticket.bits(places.shown(), len(self._reducer.named)), "the end of join()")
+        gradients = places.shown_or_room(ticket.members(said[root]), core.rank == root)
+        buffers.broadcast(self._group, list(gradients.values()), root)
+        places.show_only(gradients)
 
     def _step_synchronised(self) -> None:
         """Do what follows a synchronised step, in an order that is the same on all ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
@@ -36,3 +37,15 @@ class Forms:
         """The same of one view."""
         view = self._views[index]
         return view.data_ptr() != self.pointers[index] or view.stride() != self._strides[index]
+
+
+def pointer(gradient: torch.Tensor | None) -> int:
+    """The data pointer of a gradient; 0 for none, -1 for a sparse one."""
+    if gradient is None:
+        return 0
+    return gradient.data_ptr() if gradient.layout is torch.strided else -1
+
+
+def shows(params: Sequence[torch.nn.Parameter], pointers: Sequence[int], index: int) -> bool:
+    """Whether the gradient of a parameter is at its pointer."""
+    return pointer(params[index].grad) == pointers[index]

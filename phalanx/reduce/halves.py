@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from phalanx.reduce.posting import Contributions, Share, slot_of, without_grad
+from phalanx.reduce.posting import Contributions, Share, copy_all, slot_of, without_grad
 from phalanx.transport.reductions import summation
 from phalanx.transport.shared_gradients import Part, SharedGradients
 
@@ -93,9 +93,8 @@ class Halves:
         """See the protocol."""
         what, made = self._pieces[turn][piece], self._from.made
         with without_grad():
-            if made and what.small and not what.has_cut:
-                torch._foreach_copy_(what.small_slots, [made[share.parameter] for share in what.small])
-            else:
+            at_once = made and what.small and not what.has_cut
+            if not at_once or not copy_all(what.small_slots, [made[share.parameter] for share in what.small]):
                 self._from.copy(what.small, what.small_slots, 1.0)
             self._from.copy(what.for_other, what.slots, factor)
 

@@ -15,7 +15,7 @@ user's to keep or to drop, and is added to the place when the next synchronisati
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, eq, is_
@@ -24,12 +24,12 @@ from sys import getrefcount
 import torch
 
 from phalanx.group.process_group import PhalanxProcessGroup
-from phalanx.reduce.forms import Forms
+from phalanx.reduce.forms import Forms, pointer, shows
 from phalanx.reduce.halves import Halves
 from phalanx.reduce.holders import OURS_ALONE, Holders, are_ours_alone
 from phalanx.reduce.memory import Memory, form_of, shaped
 from phalanx.reduce.plan import NOWHERE, Plan
-from phalanx.reduce.posting import Contributions, Posting, add, copy
+from phalanx.reduce.posting import Contributions, Posting, add, copy, copy_all
 
 # One pass of map() over hundreds of parameters costs a fraction of a loop's.
 _gradient, _requires_grad, _version = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
@@ -69,7 +69,7 @@ class Places:
         self.hidden = False  # whether some parameter showed no gradient at the last settle()
         self._view_forms = Forms(self.views)
         self._pointers = self._view_forms.pointers
-        self._shows_place = partial(_shows, parameters, self._pointers)
+        self._shows_place = partial(shows, parameters, self._pointers)
         self._holders_at_home = Holders(self.views, self._at_home, self._shows_place) if self._at_home else None
         self._holders_staged = Holders(self.views, self.staged, self._shows_place) if self.staged else None
         self._kept: set[int] = set()  # parameters whose gradients users keep past the next step
@@ -307,9 +307,7 @@ class Places:
             self.memory.shared.begin(step & 1)
         elif not self._brought:  # once for all rounds: what earlier ones have handed out is there
             self._brought = True
-            if self._all_made:
-                torch._foreach_copy_(self.views, self._all_made)
-            else:
+            if not self._all_made or not copy_all(self.views, self._all_made):
                 for index in self.staged:
                     self._bring_home(index)
 
@@ -334,13 +332,19 @@ class Places:
         """The parameters that show a dense gradient."""
         return [i for i, p in enumerate(self._params) if p.grad is not None and p.grad.layout is torch.strided]
 
-    def show_only(self, shown: Iterable[int]) -> list[torch.Tensor]:
-        """Have exactly these show a dense gradient, whatever is in it; return those gradients."""
-        wanted = set(shown)
-        for index in set(self.shown()) - wanted:
+    def shown_or_room(self, indices: Iterable[int], shown: bool) -> dict[int, torch.Tensor]:
+        """The dense gradients that these parameters show; if they are not `shown` here, room for them."""
+        own = {index: self._params[index].grad if shown else None for index in indices}
+        return {i: torch.empty_like(self._params[i]) if grad is None else grad for i, grad in own.items()}
+
+    def show_only(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Have exactly these parameters show a dense gradient, of these values; what shows them already stays."""
+        for index in set(self.shown()) - gradients.keys():
             self._params[index].grad = None
-        self.show(wanted)
-        return [grad for index in self.shown() if (grad := self._params[index].grad) is not None]
+        for index, gradient in gradients.items():
+            shown = self._params[index].grad
+            if shown is None or shown.layout is not torch.strided or not torch.equal(shown, gradient):
+                self._params[index].grad = gradient
 
     def hand_out(self, used: Sequence[int], foreign: Sequence[int]) -> None:
         """Give results to gradients that live elsewhere; what autograd has made, the place itself replaces.
@@ -388,14 +392,3 @@ class Places:
                 copy(gradient, view)
             self._params[index].grad = None
             self.held.add(index)
-
-
-def _shows(params: Sequence[torch.nn.Parameter], pointers: Sequence[int], index: int) -> bool:
-    return pointer(params[index].grad) == pointers[index]
-
-
-def pointer(gradient: torch.Tensor | None) -> int:
-    """The data pointer of a gradient; 0 for none, -1 for a sparse one."""
-    if gradient is None:
-        return 0
-    return gradient.data_ptr() if gradient.layout is torch.strided else -1

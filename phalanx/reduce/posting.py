@@ -125,10 +125,9 @@ class Posting:
         """See SharedGradients.post."""
         made = self._from.made
         with without_grad():
-            if made and len(self._shares) == 1 and factor == 1.0:
-                torch._foreach_copy_(self._slots[turn][piece], made)
-            else:
-                self._from.copy(self._shares[piece], self._slots[turn][piece], factor)
+            if made and len(self._shares) == 1 and factor == 1.0 and copy_all(self._slots[turn][piece], made):
+                return
+            self._from.copy(self._shares[piece], self._slots[turn][piece], factor)
 
 
 _NOTHING = nullcontext()
@@ -137,6 +136,15 @@ _NOTHING = nullcontext()
 def without_grad() -> AbstractContextManager[None]:
     """torch.no_grad() where it makes a difference: not at the end of most backwards, and it is not cheap."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> bool:
+    """Copy all at once; False if torch cannot: sparse ones or conjugate or negated views are among them."""
+    try:
+        torch._foreach_copy_(targets, sources)
+    except RuntimeError:
+        return False
+    return True
 
 
 def slot_of(contributions: Contributions, flat: torch.Tensor, part: Part, share: Share) -> torch.Tensor:

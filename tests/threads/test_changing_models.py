@@ -10,8 +10,11 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from phalanx.reduce import memory
 from phalanx.testing import oracle, run
+from phalanx.transport.shared_gradients import Cut
 from tests.threads.small_models import Branches, ddp, filled, one, same_on_all, values, x_of
 
 # ------------------------------------------------------------------ frozen, replaced, added
@@ -236,3 +239,39 @@ def test_a_sparse_embedding_that_one_rank_alone_uses_and_accumulates():
         return values(model)
 
     assert same_on_all(2, program) == {"table.weight": [[0.5], [1.0], [0.0]], "layer.weight": 3.0}
+
+
+CUTS = {"one piece": Cut(), "pieces": Cut(64), "halves": Cut(64, common=0, small=0), "small": Cut(64, common=0)}
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+@pytest.mark.parametrize("hook", [False, True], ids=["memory of ours", "communication hook"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_sparse_gradient_of_a_parameter_that_is_no_sparse_embedding(
+    n: int, hook: bool, cut: Cut, monkeypatch: pytest.MonkeyPatch
+):
+    """It has its place like any other; what all ranks have is handed out there."""
+    monkeypatch.setattr(memory, "CUT", cut)
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Parameter(torch.ones(20, 4)), nn.Linear(4, 2)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.head(nn.functional.embedding(rows, self.table, sparse=True))
+
+    batches = [torch.tensor([[rank, rank, 6], [2, 3, rank]]) for rank in range(n)]
+
+    def program(rank: int) -> oracle.Gradients:
+        model = ddp(filled(Rows()))
+        if hook:
+            model.register_comm_hook(None, allreduce_hook)
+        for _ in range(3):
+            model.zero_grad()
+            model(batches[rank]).square().mean().backward()
+        return oracle.gradients_of(model)
+
+    expected = oracle.gradients(filled(Rows()), lambda model, rows: model(rows).square().mean(), [[b] for b in batches])
+    for gradients in run(n, program):
+        oracle.assert_close(gradients, expected)

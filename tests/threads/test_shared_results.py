@@ -170,6 +170,33 @@ def test_results_are_shared_until_somebody_writes_to_one(
     assert ways == expected
 
 
+@pytest.mark.parametrize("steps", [(2, 2), (1, 3), (3, 1)], ids=["even", "uneven", "the other way"])
+def test_after_join_results_are_shared_and_what_a_rank_has_kept_of_its_last_step_has_not_changed(
+    steps: tuple[int, int], ways: list[bool]
+) -> None:
+    def program(rank: int) -> Tensor:
+        model = model_of(0)
+        weight = model.module[2].weight
+
+        def step(at: int) -> None:
+            model.zero_grad()
+            model(torch.full((2, 6), at + 1.0)).square().mean().backward()
+
+        with model.join():
+            for at in range(steps[rank]):
+                step(at)
+            kept, copy = weight.grad, weight.grad.clone()
+        assert torch.equal(kept, copy)
+        last = weight.grad.clone()
+        step(9)
+        step(10)
+        return last
+
+    first, second = run(2, program)
+    assert torch.equal(first, second)
+    assert ways[-2:] == [True, True]
+
+
 def test_two_ranks_post_the_first_piece_as_it_was_right_before_and_again_where_that_was_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
