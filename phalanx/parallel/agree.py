@@ -8,13 +8,15 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from phalanx.errors import MisuseError
 from phalanx.group.process_group import PhalanxProcessGroup, for_process_group
 from phalanx.reduce.roster import pending_among
 
 _PAIR = struct.Struct("<dd")
+_TORCHS_MARGIN = 1e-6
+"""What torch adds to the norm before it divides by it."""
 
 
 def stop_if(condition: object, group: dist.ProcessGroup | None = None) -> bool:
@@ -54,6 +56,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the norm of gradients as torch.nn.utils.clip_grad_norm_ does, once they are synchronised.
 
+    On the CPU, gradients that are not to be clipped are not written to, so that ranks go on sharing their memory.
     Not a collective: after a synchronised backward every rank has the same gradients and the same norm.
     Raises MisuseError, naming the parameters, if some have been produced and not synchronised yet.
     """
@@ -67,7 +70,11 @@ def clip_grad_norm_(
             "micro-batch (`if syncs:` in `with ddp.accumulate(every=k) as syncs:`)",
             dist.get_rank() if dist.is_initialized() else None,
         )  # fmt: skip
-    return torch_clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite, foreach)
+    gradients = [parameter.grad for parameter in listed if parameter.grad is not None]
+    norm = get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+    if norm.device.type != "cpu" or not max_norm / (norm + _TORCHS_MARGIN) >= 1.0:
+        clip_grads_with_norm_(listed, max_norm, norm, foreach)
+    return norm
 
 
 def _group(group: dist.ProcessGroup | None) -> PhalanxProcessGroup | None:

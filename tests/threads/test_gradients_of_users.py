@@ -374,6 +374,31 @@ def test_clipping_in_a_hook_is_local_and_after_backward_global():
     assert same_on_all(2, program) == (1.0, 1.5, pytest.approx(0.5, abs=1e-5))
 
 
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("size", [0.0, 0.7, 0.9999995, 1.0, 1.3, float("inf"), float("nan")])
+def test_clipping_gives_what_torch_gives_and_writes_only_to_what_is_too_large(size: float, norm_type: float):
+    theirs, ours = (nn.ParameterList([torch.zeros(2), torch.zeros(3), torch.zeros(1)]) for _ in range(2))
+    for model in (theirs, ours):
+        model[0].grad, model[1].grad = torch.tensor([0.0, size]), torch.zeros(3)
+    version = ours[0].grad._version
+    norms = [
+        nn.utils.clip_grad_norm_(theirs.parameters(), 1.0, norm_type),
+        clip_grad_norm_(ours.parameters(), 1.0, norm_type),
+    ]
+    assert torch.equal(*map(torch.nan_to_num, norms)) and ours[2].grad is None
+    for a, b in zip(theirs[:2], ours[:2], strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=0, atol=0, equal_nan=True)
+    assert (ours[0].grad._version == version) == (size < 0.99999)
+
+
+def test_clipping_raises_what_torch_raises():
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([0.0, float("nan")])
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
+    assert clip_grad_norm_([], 1.0) == 0.0
+
+
 def test_module_hooks_and_grads_of_the_input():
     def program(rank: int) -> tuple:
         layer, calls = one(), []

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from phalanx import clip_grad_norm_
 from phalanx.reduce import memory
 from phalanx.testing import run
 from phalanx.testing.thread_world import generator, seeded
@@ -168,6 +169,18 @@ def test_results_are_shared_until_somebody_writes_to_one(
 
     run(2, program)
     assert ways == expected
+
+
+def test_results_are_shared_while_there_is_nothing_to_clip(ways: list[bool]) -> None:
+    def program(rank: int) -> None:
+        model = model_of(0)
+        for at in range(5):
+            model.zero_grad()
+            model(torch.ones(2, 6)).mean().backward()
+            clip_grad_norm_(model.parameters(), 1e-3 if at == 2 else 1e3)
+
+    run(2, program)
+    assert ways == [True] * 3 + [False] * 2
 
 
 @pytest.mark.parametrize("steps", [(2, 2), (1, 3), (3, 1)], ids=["even", "uneven", "the other way"])
