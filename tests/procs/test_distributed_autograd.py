@@ -103,7 +103,7 @@ def test_a_forward_that_goes_through_another_process(tmp_path: Path) -> None:
                     model(), lambda m, b: mse_loss(2.0 * m(b[0]), b[1]), [[batch(0)], [batch(1)]]
                 )
                 oracle.assert_close(of_context(ddp, context), expected, **TOLERANT)
-                ddp._group.barrier()
+                ddp._group.barrier().wait()
 
     run(2, program, over="processes", env=LOOPBACK)
 
