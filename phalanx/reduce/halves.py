@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from phalanx.reduce.posting import Contributions, Share, copy_all, slot_of, without_grad
-from phalanx.transport.reductions import summation
+from phalanx.transport.reductions import segment, summation
 from phalanx.transport.shared_gradients import Part, SharedGradients
 
 _Calls = list[Callable[[], object]]
@@ -50,9 +50,10 @@ class Halves:
             slots = [store.slot(turn, part, rank) for rank in (0, 1)]
             result = store.common[part.region][part.start : part.stop]
             own, other = slots[self._rank], slots[1 - self._rank]
-            begin, end = self._own_half(part)
+            middle = part.start + segment(part.stop - part.start, 0, 2)[1]
+            begin, end = (middle, part.stop) if self._rank else (part.start, middle)
             at = begin
-            for share in self._shares(part, result.element_size()):
+            for share in self._shares(part, middle, result.element_size()):
                 start, count = self._from.start_of(share), share.high - share.low
                 if count * result.element_size() < self._small:
                     piece.has_cut |= not share.whole
@@ -69,13 +70,9 @@ class Halves:
             self._add_between(piece, slots, result, at - part.start, end - part.start)
         return piece
 
-    def _own_half(self, part: Part) -> tuple[int, int]:
-        middle = (part.start + part.stop) // 2
-        return (middle, part.stop) if self._rank else (part.start, middle)
-
-    def _shares(self, part: Part, itemsize: int) -> list[Share]:
+    def _shares(self, part: Part, middle: int, itemsize: int) -> list[Share]:
         """What lies in a part, in order; cut at its middle, but for what is small."""
-        middle, shares = (part.start + part.stop) // 2, list[Share]()
+        shares: list[Share] = []
         for share in self._from.shares_in(part.region, part.start, part.stop):
             cut = share.low + middle - self._from.start_of(share)
             if share.low < cut < share.high and (share.high - share.low) * itemsize >= self._small:

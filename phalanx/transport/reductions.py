@@ -122,6 +122,11 @@ def _divide(total: torch.Tensor, count: int) -> None:
         total.div_(count, rounding_mode="trunc")
 
 
+def segment(count: int, rank: int, size: int) -> tuple[int, int]:
+    """Which of `count` elements, from the first to before the last, a rank adds up for all."""
+    return count * rank // size, count * (rank + 1) // size
+
+
 # -- weighted sums, of gradients -----------------------------------------------------------------------
 
 PIECE = 64 << 10  # elements: what is read again and again stays in the caches

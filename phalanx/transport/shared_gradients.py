@@ -38,7 +38,7 @@ import torch
 from phalanx.transport.arena import Arena
 from phalanx.transport.common_results import CommonResults
 from phalanx.transport.protocol import Fence
-from phalanx.transport.reductions import scale_into, summation
+from phalanx.transport.reductions import scale_into, segment, summation
 
 Layout = Sequence[tuple[torch.dtype, int]]
 Span = tuple[int, int, int]
@@ -140,7 +140,7 @@ class SharedGradients:
         self._reducing = threading.Lock()
         self._common: CommonResults | None = None
         self.common: list[torch.Tensor] = []  # the results that all share, for those who write them
-        if arena is not None and _total(layout) > cut.common:
+        if arena is not None and _has_common(layout, cut):
             start = _before_results(size, self.pieces, layout)
             self._common = CommonResults(arena, start, _total(layout))
             self.common = _regions(arena.memory, layout, start)[0]
@@ -165,7 +165,7 @@ class SharedGradients:
     def bytes_needed(size: int, layout: Layout, cut: Cut) -> int:
         """How large the arena must be for `size` ranks."""
         pieces = pieces_of(layout, cut)
-        return _before_results(size, pieces, layout) + (_total(layout) if _total(layout) > cut.common else 0)
+        return _before_results(size, pieces, layout) + (_total(layout) if _has_common(layout, cut) else 0)
 
     def slot(self, turn: int, part: Part, rank: int | None = None) -> torch.Tensor:
         """Where a rank, or this one, posts its contribution to a part in turn 0 or 1; `size` has the results."""
@@ -322,7 +322,7 @@ class SharedGradients:
                     common = self.slot(turn, part, self.size)[low:high]
                     take.append(_copying(common, result))
                     result = common
-                first, end = (high - low) * self.rank // self.size, (high - low) * (self.rank + 1) // self.size
+                first, end = segment(high - low, self.rank, self.size)
                 add += summation([slot[low + first : low + end] for slot in slots], given, result[first:end])
         return add, take
 
@@ -367,6 +367,10 @@ def _slot_bytes(pieces: Sequence[Sequence[Part]], layout: Layout) -> int:
 def _before_results(size: int, pieces: Sequence[Sequence[Part]], layout: Layout) -> int:
     """How far into the arena of `size` ranks the common results begin, behind the slots."""
     return -(-2 * (size + 1) * _slot_bytes(pieces, layout) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+
+def _has_common(layout: Layout, cut: Cut) -> bool:
+    return _total(layout) > cut.common
 
 
 def _private(layout: Layout) -> mmap.mmap:

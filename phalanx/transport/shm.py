@@ -21,7 +21,7 @@ from mmap import mmap
 import torch
 
 from phalanx.transport.protocol import Fence
-from phalanx.transport.reductions import COMMUTATIVE, Reduction, combine, is_narrow
+from phalanx.transport.reductions import COMMUTATIVE, Reduction, combine, is_narrow, segment
 
 SLOT_BYTES = 1 << 20
 _ALIGN = 64
@@ -77,14 +77,11 @@ class SharedMemory:
                 if wanted:
                     combine(slots, piece, reduction)
             else:
-                low, high = self._segment(piece.numel())
+                low, high = segment(piece.numel(), self._rank, self._size)
                 combine([slot[low:high] for slot in slots], result[low:high], reduction)
                 fence()
                 if wanted:
                     piece.copy_(result)
-
-    def _segment(self, count: int) -> tuple[int, int]:
-        return count * self._rank // self._size, count * (self._rank + 1) // self._size
 
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction, fence: Fence
