@@ -47,7 +47,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.loss(self.model(self.inputs), self.targets).backward()
         if self.max_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+            self.variant.clip(self.model.parameters(), self.max_norm)
         self.optimizer.step()
 
     def block(self, steps: int, ranks: Ranks) -> float:

@@ -7,13 +7,14 @@ training loop calls, and add one line to `VARIANTS`. The function must be import
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from phalanx.parallel.agree import clip_grad_norm_
 from phalanx.parallel.ddp import DistributedDataParallel as PhalanxDDP
 
 BASELINE = "torch"
@@ -25,6 +26,7 @@ LOCAL = "local"
 class Variant:
     """One way of training a model: `wrap(module, group)`, over a group of `backend`.
 
+    `clip(parameters, max_norm)` is called after each backward where gradients are to be clipped.
     `synchronises` says that gradients must come out as the mean over the ranks, which is checked.
     """
 
@@ -33,6 +35,7 @@ class Variant:
     backend: str
     wrap: Callable[[nn.Module, ProcessGroup], nn.Module]
     synchronises: bool = True
+    clip: Callable[[Iterable[Tensor], float], Tensor] = nn.utils.clip_grad_norm_
 
 
 def _plain(module: nn.Module, group: ProcessGroup) -> nn.Module:
@@ -58,5 +61,6 @@ VARIANTS: dict[str, Variant] = {
         Variant(BASELINE, "torch DDP over Gloo", "gloo", _torch),
         Variant("torch-view", "torch DDP over Gloo, gradients as bucket views", "gloo", _torch_view),
         Variant(OURS, "Phalanx DDP", "phalanx", _phalanx),
+        Variant("phalanx-clip", "Phalanx DDP and its clip_grad_norm_", "phalanx", _phalanx, clip=clip_grad_norm_),
     )
 }

@@ -8,15 +8,15 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
+from torch.nn.utils import get_total_norm
 
 from phalanx.errors import MisuseError
 from phalanx.group.process_group import PhalanxProcessGroup, for_process_group
+from phalanx.reduce.clipping import clip_together
 from phalanx.reduce.roster import pending_among
 
 _PAIR = struct.Struct("<dd")
-_TORCHS_MARGIN = 1e-6
-"""What torch adds to the norm before it divides by it."""
 
 
 def stop_if(condition: object, group: dist.ProcessGroup | None = None) -> bool:
@@ -56,9 +56,10 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the norm of gradients as torch.nn.utils.clip_grad_norm_ does, once they are synchronised.
 
-    On the CPU, gradients that are not to be clipped are not written to, so that ranks go on sharing their memory.
-    Not a collective: after a synchronised backward every rank has the same gradients and the same norm.
-    Raises MisuseError, naming the parameters, if some have been produced and not synchronised yet.
+    Returns the norm before clipping, the same on every rank. Where ranks of one host share their gradients, each does
+    its part of the work, and they go on sharing. Every rank calls it, as often as the others: it is a collective
+    then, unless `max_norm` is infinite, which only asks for the norm. Raises MisuseError, naming the parameters, if
+    some gradients have been produced and not synchronised yet.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     names = pending_among(listed)
@@ -70,11 +71,13 @@ def clip_grad_norm_(
             "micro-batch (`if syncs:` in `with ddp.accumulate(every=k) as syncs:`)",
             dist.get_rank() if dist.is_initialized() else None,
         )  # fmt: skip
-    gradients = [parameter.grad for parameter in listed if parameter.grad is not None]
-    norm = get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
-    if norm.device.type != "cpu" or not max_norm / (norm + _TORCHS_MARGIN) >= 1.0:
-        clip_grads_with_norm_(listed, max_norm, norm, foreach)
-    return norm
+    norm = clip_together(listed, max_norm, norm_type, error_if_nonfinite)
+    if norm is not None:
+        return norm
+    if max_norm == float("inf"):
+        gradients = [parameter.grad for parameter in listed if parameter.grad is not None]
+        return get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+    return torch_clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 def _group(group: dist.ProcessGroup | None) -> PhalanxProcessGroup | None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from phalanx.reduce.posting import Contributions, Share, copy_all, slot_of, without_grad
+from phalanx.transport.pieces import Part
 from phalanx.transport.reductions import segment, summation
-from phalanx.transport.shared_gradients import Part, SharedGradients
+from phalanx.transport.shared_gradients import SharedGradients
 
 _Calls = list[Callable[[], object]]
 _NOTHING = torch.zeros(())

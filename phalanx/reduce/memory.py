@@ -11,8 +11,9 @@ import torch
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.reduce.plan import Plan, Region
 from phalanx.transport.backend import BackendGradients
+from phalanx.transport.pieces import Cut
 from phalanx.transport.protocol import Fence
-from phalanx.transport.shared_gradients import Cut, SharedGradients
+from phalanx.transport.shared_gradients import SharedGradients
 
 CUT = Cut()
 

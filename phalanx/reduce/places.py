@@ -328,6 +328,10 @@ class Places:
             if self._params[index].grad is None and self.views[index] is not _NO_VIEW:
                 self._params[index].grad = self.views[index]
 
+    def are_shown(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> bool:
+        """Whether these gradients are the places of these parameters, as they were made."""
+        return self._view_forms.are_all_unchanged() and all(map(is_, gradients, map(self.views.__getitem__, indices)))
+
     def shown(self) -> list[int]:
         """The parameters that show a dense gradient."""
         return [i for i, p in enumerate(self._params) if p.grad is not None and p.grad.layout is torch.strided]

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from phalanx.transport.pieces import Part
 from phalanx.transport.reductions import constant
-from phalanx.transport.shared_gradients import Part, SharedGradients
+from phalanx.transport.shared_gradients import SharedGradients
 
 
 class Share(NamedTuple):

@@ -129,6 +129,11 @@ class Watch:
             handle.remove()
         self._handles = []
 
+    def numbers_of(self, parameters: Iterable[torch.Tensor]) -> list[int]:
+        """The numbers of those of `parameters` that are watched."""
+        numbers = self._numbers
+        return [numbers[id(parameter)] for parameter in parameters if id(parameter) in numbers]
+
     def announcer(self, local: Local) -> Callable[[torch.Tensor], None]:
         """A hook for the outputs of a forward that ran with the parameters in `local` kept local."""
         kept, hook = self._announcer

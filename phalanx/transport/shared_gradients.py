@@ -37,39 +37,25 @@ import torch
 
 from phalanx.transport.arena import Arena
 from phalanx.transport.common_results import CommonResults
+from phalanx.transport.pieces import (
+    Cut,
+    Layout,
+    Part,
+    Span,
+    aligned,
+    before_results,
+    has_common,
+    pieces_of,
+    slot_bytes,
+    total_bytes,
+)
 from phalanx.transport.protocol import Fence
 from phalanx.transport.reductions import scale_into, segment, summation
 
-Layout = Sequence[tuple[torch.dtype, int]]
-Span = tuple[int, int, int]
-"""Region, start, stop."""
 Calls = list[Callable[[], object]]
 
-_ALIGN = 64
 _LIKE_FLOAT32 = (torch.float32, torch.float64, torch.bfloat16)
 """Dtypes of so many exponents that halving a gradient loses nothing."""
-
-
-class Cut(NamedTuple):
-    """Pieces have `piece` bytes.
-
-    Up to `direct` ranks, each adds up all slots of a piece for itself; but beyond `common` bytes in all, results are
-    shared. What is less than `small` bytes of a gradient is posted though it lies in a rank's own segment.
-    """
-
-    piece: int = 2 << 20
-    direct: int = 3
-    common: int = 128 << 10
-    small: int = 16 << 10
-
-
-class Part(NamedTuple):
-    """Elements `start` to `stop` of a region, in the slot of a piece from byte `offset` on."""
-
-    region: int
-    start: int
-    stop: int
-    offset: int
 
 
 class Halves(Protocol):
@@ -127,8 +113,8 @@ class SharedGradients:
         self._programs: dict[tuple[tuple[Span, ...], tuple[float, ...], _Results], _Program] = {}
         # The last one. Both sequences are kept, so that their identity proves that they are the same.
         self._usual: tuple[Sequence[Span], Sequence[float], _Results, _Program] | None = None
-        self.pieces = pieces_of(layout, cut if size > 1 else Cut(_total(layout)))
-        self._slot_bytes = _slot_bytes(self.pieces, layout)
+        self.pieces = pieces_of(layout, cut if size > 1 else Cut(total_bytes(layout)))
+        self._slot_bytes = slot_bytes(self.pieces, layout)
         self._direct = size <= cut.direct or len(self.pieces) == 1
         self.post: Callable[[int, int, float], None] | None = None
         self.halves: Halves | None = None
@@ -136,13 +122,13 @@ class SharedGradients:
         # Whether `own` shows something else than what all ranks share, for the time being: results of a reduction
         # that was not shared as an exception, or what was there when this process forked.
         self._strays = False
-        self._shows_common = False
+        self._has_shared = False
         self._reducing = threading.Lock()
         self._common: CommonResults | None = None
         self.common: list[torch.Tensor] = []  # the results that all share, for those who write them
-        if arena is not None and _has_common(layout, cut):
-            start = _before_results(size, self.pieces, layout)
-            self._common = CommonResults(arena, start, _total(layout))
+        if arena is not None and has_common(layout, cut):
+            start = before_results(size, self.pieces, layout)
+            self._common = CommonResults(arena, start, total_bytes(layout))
             self.common = _regions(arena.memory, layout, start)[0]
             _sharing.add(self)
         self._take_memory()
@@ -165,7 +151,7 @@ class SharedGradients:
     def bytes_needed(size: int, layout: Layout, cut: Cut) -> int:
         """How large the arena must be for `size` ranks."""
         pieces = pieces_of(layout, cut)
-        return _before_results(size, pieces, layout) + (_total(layout) if _has_common(layout, cut) else 0)
+        return before_results(size, pieces, layout) + (total_bytes(layout) if has_common(layout, cut) else 0)
 
     def slot(self, turn: int, part: Part, rank: int | None = None) -> torch.Tensor:
         """Where a rank, or this one, posts its contribution to a part in turn 0 or 1; `size` has the results."""
@@ -187,6 +173,18 @@ class SharedGradients:
         """Share the results of this reduction, if all ranks are in it and none has `parted`; call it on every rank."""
         self.apart |= parted and self._common is not None
         self.shares = by_all and not self.apart and self._common is not None
+
+    @property
+    def shows_common(self) -> bool:
+        """Whether this rank's gradients are what all ranks share: it has not written to them."""
+        return self._common is not None and not self.apart and not self._strays and self._common.shows_all()
+
+    def scale_common(self, spans: Sequence[Span], factor: torch.Tensor) -> None:
+        """Multiply this rank's segments of the shared results. Every rank, which none reads meanwhile."""
+        with self._reducing:
+            for region, start, stop in spans:
+                first, end = segment(stop - start, self.rank, self.size)
+                self.common[region][start + first : start + end].mul_(factor)
 
     def begin(self, turn: int) -> None:
         """Post the first piece, in the turn of the fence that comes next."""
@@ -254,13 +252,13 @@ class SharedGradients:
                 self._common.discard()
             self._strays = not self.shares and (takes or self._strays)
         if self.shares:
-            self._shows_common = True
+            self._has_shared = True
             return _Results.COMMON
         return _Results.SPARE if self.aside and len(self.pieces) > 1 else _Results.OWN
 
     def keep_for_child(self) -> None:
         """Let a process that is about to be forked keep the results that it finds: it has no part in what comes."""
-        if self._common is None or self.apart or self._strays or not self._shows_common:
+        if self._common is None or self.apart or self._strays or not self._has_shared:
             return
         if self._reducing.acquire(blocking=False):  # else another thread forks in the middle of a backward
             self._common.keep()
@@ -342,40 +340,9 @@ def _copying(source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]
     return lambda: target.copy_(source)
 
 
-def pieces_of(layout: Layout, cut: Cut) -> list[list[Part]]:
-    """The pieces that regions are cut into. Pure."""
-    room = limit = max(cut.piece, _ALIGN)
-    pieces: list[list[Part]] = [[]]
-    for region, (dtype, count) in enumerate(layout):
-        start = 0
-        while start < count:
-            if room < _ALIGN:
-                pieces.append([])
-                room = limit
-            taken = min(count - start, room // _ALIGN * _ALIGN // dtype.itemsize)
-            pieces[-1].append(Part(region, start, start + taken, limit - room))
-            start += taken
-            room -= _aligned(taken * dtype.itemsize)
-    return pieces
-
-
-def _slot_bytes(pieces: Sequence[Sequence[Part]], layout: Layout) -> int:
-    ends = [part.offset + (part.stop - part.start) * layout[part.region][0].itemsize for p in pieces for part in p]
-    return _aligned(max(ends, default=0))
-
-
-def _before_results(size: int, pieces: Sequence[Sequence[Part]], layout: Layout) -> int:
-    """How far into the arena of `size` ranks the common results begin, behind the slots."""
-    return -(-2 * (size + 1) * _slot_bytes(pieces, layout) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-
-
-def _has_common(layout: Layout, cut: Cut) -> bool:
-    return _total(layout) > cut.common
-
-
 def _private(layout: Layout) -> mmap.mmap:
     """Memory of this process's own for a layout. Only touched pages become real."""
-    return mmap.mmap(-1, max(_total(layout), 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, max(total_bytes(layout), 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _regions(memory: mmap.mmap, layout: Layout, start: int = 0) -> tuple[list[torch.Tensor], list[int]]:
@@ -384,13 +351,5 @@ def _regions(memory: mmap.mmap, layout: Layout, start: int = 0) -> tuple[list[to
     for dtype, count in layout:
         regions.append(torch.frombuffer(memory, dtype=dtype, count=count, offset=start))
         offsets.append(start)
-        start += _aligned(count * dtype.itemsize)
+        start += aligned(count * dtype.itemsize)
     return regions, offsets
-
-
-def _total(layout: Layout) -> int:
-    return sum(_aligned(count * dtype.itemsize) for dtype, count in layout)
-
-
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGN) * _ALIGN

@@ -22,10 +22,11 @@ from phalanx.group.group import Group
 from phalanx.group.ticket import Operation
 from phalanx.testing import Ending, run
 from phalanx.transport.backend import BackendGradients
+from phalanx.transport.pieces import Cut
 from phalanx.transport.protocol import Transport
 from phalanx.transport.reductions import Reduction
 from phalanx.transport.ring import GroupEndpoint, Ring
-from phalanx.transport.shared_gradients import Cut, SharedGradients
+from phalanx.transport.shared_gradients import SharedGradients
 from phalanx.transport.shm import SharedMemory, arena_bytes
 from tests.collective_programs import COMPLEX, FLOATS, INTEGERS, same, summed, values
 

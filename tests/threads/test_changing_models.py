@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from phalanx.reduce import memory
 from phalanx.testing import oracle, run
-from phalanx.transport.shared_gradients import Cut
+from phalanx.transport.pieces import Cut
 from tests.threads.small_models import Branches, ddp, filled, one, same_on_all, values, x_of
 
 # ------------------------------------------------------------------ frozen, replaced, added

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx import DistributedDataParallel, MisuseError, clip_grad_norm_
+from phalanx import DistributedDataParallel
 from phalanx.reduce import memory
 from phalanx.testing import generator, oracle, run
-from phalanx.transport.shared_gradients import Cut
+from phalanx.transport.pieces import Cut
 from tests.threads.small_models import Branches, ddp, filled, one, same_on_all, values, x_of
 
 
@@ -360,45 +360,6 @@ def test_a_post_accumulate_hook_that_replaces_the_gradient():
     assert same_on_all(2, program) == 101.5
 
 
-def test_clipping_in_a_hook_is_local_and_after_backward_global():
-    def program(rank: int) -> tuple:
-        model = ddp(one())
-        handle = model.module.weight.register_hook(lambda grad: grad.clamp(max=1.0))
-        clipped = step(model, rank)
-        handle.remove()
-        model.zero_grad()
-        step(model, rank)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
-        return clipped, norm, values(model)["weight"]
-
-    assert same_on_all(2, program) == (1.0, 1.5, pytest.approx(0.5, abs=1e-5))
-
-
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-@pytest.mark.parametrize("size", [0.0, 0.7, 0.9999995, 1.0, 1.3, float("inf"), float("nan")])
-def test_clipping_gives_what_torch_gives_and_writes_only_to_what_is_too_large(size: float, norm_type: float):
-    theirs, ours = (nn.ParameterList([torch.zeros(2), torch.zeros(3), torch.zeros(1)]) for _ in range(2))
-    for model in (theirs, ours):
-        model[0].grad, model[1].grad = torch.tensor([0.0, size]), torch.zeros(3)
-    version = ours[0].grad._version
-    norms = [
-        nn.utils.clip_grad_norm_(theirs.parameters(), 1.0, norm_type),
-        clip_grad_norm_(ours.parameters(), 1.0, norm_type),
-    ]
-    assert torch.equal(*map(torch.nan_to_num, norms)) and ours[2].grad is None
-    for a, b in zip(theirs[:2], ours[:2], strict=True):
-        assert torch.allclose(a.grad, b.grad, rtol=0, atol=0, equal_nan=True)
-    assert (ours[0].grad._version == version) == (size < 0.99999)
-
-
-def test_clipping_raises_what_torch_raises():
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.tensor([0.0, float("nan")])
-    with pytest.raises(RuntimeError, match="non-finite"):
-        clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
-    assert clip_grad_norm_([], 1.0) == 0.0
-
-
 def test_module_hooks_and_grads_of_the_input():
     def program(rank: int) -> tuple:
         layer, calls = one(), []
@@ -480,14 +441,3 @@ def test_autocast_and_float32_parameters():
         return str(out.dtype), values(model)["weight"], str(model.module.weight.grad.dtype)
 
     assert same_on_all(2, program) == ("torch.bfloat16", 1.5, "torch.float32")
-
-
-def test_clipping_what_is_not_synchronised_is_refused():
-    def program(rank: int) -> None:
-        model = ddp(one())
-        with model.no_sync():
-            step(model, rank)
-        with pytest.raises(MisuseError, match="weight"):
-            clip_grad_norm_(model.parameters(), 1.0)
-
-    run(2, program)

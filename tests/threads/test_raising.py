@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from phalanx import DistributedDataParallel, PeerFailedError
 from phalanx.reduce import memory
 from phalanx.testing import run
-from phalanx.transport.shared_gradients import Cut
+from phalanx.transport.pieces import Cut
 from tests.threads.small_models import Branches, ddp, one, same_on_all, values, x_of
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from phalanx import DistributedDataParallel
 from phalanx.reduce import memory
 from phalanx.testing import generator, oracle, run
-from phalanx.transport.shared_gradients import Cut
+from phalanx.transport.pieces import Cut
 from tests.threads.small_models import filled
 
 LAYERS = "abcde"

@@ -16,11 +16,13 @@ from phalanx.reduce import memory
 from phalanx.testing import run
 from phalanx.testing.thread_world import generator, seeded
 from phalanx.transport.common_results import CommonResults
-from phalanx.transport.shared_gradients import Cut, SharedGradients
+from phalanx.transport.pieces import Cut
+from phalanx.transport.shared_gradients import SharedGradients
 from tests.threads.small_models import ddp
 
 IN_PIECES, AT_ONCE = Cut(4096, common=0, small=1024), Cut()
-ACTIONS = ["clip", "one clips", "keep", "leave", "zero", "numpy", "accumulate", "weigh", "skip", "branch", "join"]
+ACTIONS = ["clip", "clip together", "one clips", "keep", "leave", "zero", "numpy"]
+ACTIONS += ["accumulate", "weigh", "skip", "branch", "join"]
 
 
 def model_of(seed: int) -> Any:
@@ -79,6 +81,8 @@ class Script:
             self.kept += [(each.detach(), each.clone()) for each in shown[self.dice.randrange(4) :]]
         elif self.does("clip"):
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+        elif self.does("clip together"):
+            clip_grad_norm_(self.model.parameters(), 0.01 if self.does("clip together") else 1e3)
         elif self.does("one clips"):
             if self.rank == 1:
                 torch._foreach_mul_(shown, 0.5)
@@ -171,7 +175,7 @@ def test_results_are_shared_until_somebody_writes_to_one(
     assert ways == expected
 
 
-def test_results_are_shared_while_there_is_nothing_to_clip(ways: list[bool]) -> None:
+def test_results_are_shared_though_they_are_clipped(ways: list[bool]) -> None:
     def program(rank: int) -> None:
         model = model_of(0)
         for at in range(5):
@@ -180,7 +184,7 @@ def test_results_are_shared_while_there_is_nothing_to_clip(ways: list[bool]) -> 
             clip_grad_norm_(model.parameters(), 1e-3 if at == 2 else 1e3)
 
     run(2, program)
-    assert ways == [True] * 3 + [False] * 2
+    assert ways == [True] * 5
 
 
 @pytest.mark.parametrize("steps", [(2, 2), (1, 3), (3, 1)], ids=["even", "uneven", "the other way"])
