@@ -132,7 +132,9 @@ def agree_on_order(order: str, epoch: int, ranks: int, rank: int) -> None:
 
 def _core(group: dist.ProcessGroup | None) -> Group:
     process_group = dist.group.WORLD if group is None else group
-    return for_process_group(cast(dist.ProcessGroup, process_group), "agreements").core
+    ours = for_process_group(cast(dist.ProcessGroup, process_group), "agreements")
+    ours.drain()  # asynchronous collectives come first, on every rank
+    return ours.core
 
 
 def _compare(parts: Sequence[Mapping[str, Any]]) -> None:

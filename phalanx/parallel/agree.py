@@ -85,4 +85,6 @@ def _group(group: dist.ProcessGroup | None) -> PhalanxProcessGroup | None:
         if not dist.is_initialized():
             return None
         group = cast(dist.ProcessGroup, dist.group.WORLD)
-    return for_process_group(group, "agreements")
+    ours = for_process_group(group, "agreements")
+    ours.drain()  # asynchronous collectives come first, on every rank
+    return ours

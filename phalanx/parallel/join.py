@@ -143,6 +143,7 @@ class Join(TorchJoin):
 
     def _follow_to_the_end(self) -> int:
         """Follow until every rank has left the block; return the highest of the ranks that left last."""
+        self._group.drain()  # the user's asynchronous collectives come first, on every rank
         follower = Follower(self._core)
         followed = 0
         while True:

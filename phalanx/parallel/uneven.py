@@ -126,6 +126,7 @@ class Uneven(Wrapped):
         if self._local_now() >= self._reducer.everything:
             return
         self._follow_model()
+        self._group.drain()  # the user's asynchronous collectives come first, on every rank
         follower, reducer = Follower(self._group.core), self._reducer
         if reducer.stale and not self.modules_buffers:  # else the others begin with the buffers, in their forward
             reducer.build()

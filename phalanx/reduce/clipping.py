@@ -6,24 +6,23 @@ clipping takes a rank a part of the time, and no rank writes to its gradients, w
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import weakref
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from phalanx.group import ticket
 from phalanx.reduce.places import Places
-from phalanx.reduce.plan import Plan
 from phalanx.reduce.reducer import Reducer
 from phalanx.reduce.roster import reducers
 from phalanx.transport.pieces import Span
 from phalanx.transport.shared_gradients import SharedGradients
 
 _CALL = "phalanx.clip_grad_norm_()"
-_HOW = struct.Struct("<dd")
+_HOW = struct.Struct("<ddB8s")
 _TORCHS_MARGIN = 1e-6
 """What torch adds to the norm before it divides by it."""
 
@@ -34,8 +33,9 @@ def clip_together(
 ) -> torch.Tensor | None:
     """Clip the gradients of `parameters`, and return their norm, as torch.nn.utils.clip_grad_norm_ does.
 
-    Returns None where nothing has been done: the gradients are not shared, some rank has written to its own, or there
-    is an error to raise. It is a collective if the last reduction was shared. Every rank comes to the same.
+    Norms are added up in the order of the model's parameters. Returns None where nothing has been done: gradients are
+    not shared, some rank has written to its own, ranks clip different ones, or there is an error to raise. It is a
+    collective if the last reduction was shared. Every rank comes to the same.
     """
     if max_norm == float("inf"):
         return None
@@ -61,7 +61,7 @@ class _Division(NamedTuple):
     """Who does what of clipping some gradients: the same on every rank, in whatever order they are listed."""
 
     gradients: bytes
-    """Which they are, as a bitmap of their parameters."""
+    """Which they are, and of which model, as a hash."""
     taken: list[int]
     """Which of the list have their norms taken by this rank, in the order of their parameters."""
     order: torch.Tensor
@@ -69,15 +69,17 @@ class _Division(NamedTuple):
     spans: list[Span]
 
 
-def _divided(plan: Plan, store: SharedGradients, staged: Mapping[int, int], numbers: Sequence[int]) -> _Division:
+def _divided(reducer: Reducer, store: SharedGradients, numbers: Sequence[int]) -> _Division:
+    plan, staged = reducer.plan, reducer.places.memory.staged
+    listed = sorted(range(len(numbers)), key=numbers.__getitem__)
+    in_order = array("Q", (reducer.tag, *sorted(numbers)))
     takers = []
-    for number in sorted(numbers):
+    for number in in_order[1:]:
         region, start = plan.places[number]
         middle = start + plan.entries[number].count // 2
         takers.append(middle * store.size // plan.regions[region].count)
-    listed = sorted(range(len(numbers)), key=numbers.__getitem__)
     return _Division(
-        ticket.bits(numbers, len(plan.entries)),
+        hashlib.blake2b(in_order.tobytes(), digest_size=8).digest(),
         [place for place, taker in zip(listed, takers, strict=True) if taker == store.rank],
         torch.tensor(takers).argsort(stable=True).argsort(),
         [(staged[region], start, stop) for region, start, stop in plan.spans(numbers)],
@@ -86,6 +88,16 @@ def _divided(plan: Plan, store: SharedGradients, staged: Mapping[int, int], numb
 
 _divisions: weakref.WeakKeyDictionary[Places, dict[tuple[int, ...], _Division]] = weakref.WeakKeyDictionary()
 _KEPT = 16  # divisions of one model
+
+
+def _division_of(reducer: Reducer, store: SharedGradients, numbers: tuple[int, ...]) -> _Division:
+    known = _divisions.setdefault(reducer.places, {})
+    found = known.get(numbers)
+    if found is None:
+        if len(known) >= _KEPT:
+            known.clear()
+        found = known[numbers] = _divided(reducer, store, numbers)
+    return found
 
 
 class _Clipping:
@@ -99,23 +111,13 @@ class _Clipping:
         gradients = [reducer.parameters[number].grad for number in numbers]
         self._numbers = [number for number, gradient in zip(numbers, gradients, strict=True) if gradient is not None]
         self._gradients = [gradient for gradient in gradients if gradient is not None]
-        self._division = self._divide()
-
-    def _divide(self) -> _Division:
-        known = _divisions.setdefault(self._places, {})
-        found = known.get(numbers := tuple(self._numbers))
-        if found is None:
-            if len(known) >= _KEPT:
-                known.clear()
-            places = self._places
-            found = known[numbers] = _divided(places.plan, self._store, places.memory.staged, numbers)
-        return found
+        self._division = _division_of(reducer, store, tuple(self._numbers))
 
     def run(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor | None:
         """Clip; None, on every rank, if that cannot be done together."""
         self._group.drain()  # the user's asynchronous collectives come first, on every rank
-        with self._group.core.lock:
-            norms = self._norms(max_norm, norm_type)
+        with self._group.core.lock, self._store.reducing:  # a process that is forked meanwhile must not stop sharing
+            norms = self._norms(max_norm, norm_type, error_if_nonfinite)
             if norms is None:
                 return None
             norm: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
@@ -128,14 +130,14 @@ class _Clipping:
                 torch.autograd.graph.increment_version(self._gradients)
         return norm
 
-    def _norms(self, max_norm: float, norm_type: float) -> torch.Tensor | None:
-        """The norms of all gradients; None if some rank's are not whole, or differ in which they are or how to clip.
+    def _norms(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor | None:
+        """The norms of all gradients; None if some rank's are not whole, or ranks differ in what to clip, or how.
 
         A rank says how it clips, which gradients it has, and the norms that it has taken.
         """
         said, taken = b"", []
         if self._gradients and self._is_whole():
-            said = _HOW.pack(max_norm, norm_type) + self._division.gradients
+            said = _HOW.pack(max_norm, norm_type, error_if_nonfinite, self._division.gradients)
             mine = [self._gradients[place] for place in self._division.taken]
             taken = torch.stack(torch._foreach_norm(mine, norm_type)).tolist() if mine else []
         answers = self._group.core.exchange(said + array("d", taken).tobytes(), _CALL)

@@ -12,6 +12,7 @@ from torch import nn
 from phalanx.errors import MisuseError
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.group.ticket import Operation
+from phalanx.reduce.memory import form_of
 from phalanx.reduce.plan import Entry, first_difference
 
 _SAID = struct.Struct("<Qq")
@@ -22,10 +23,18 @@ def entries_of(named: Sequence[tuple[str, torch.nn.Parameter]], sparse_names: fr
     return [
         Entry(
             name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size(), str(p.device),
-            name in sparse_names,
+            name in sparse_names, _strides_of(p),
         )
         for name, p in named
     ]  # fmt: skip
+
+
+def _strides_of(parameter: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides that its gradients get in memory, if they say more than its shape; not those of single elements."""
+    form = form_of(parameter)
+    in_order = torch.empty(form.shape, device="meta").stride()
+    strides = [(own, usual) for own, usual, size in zip(form.strides, in_order, form.shape, strict=True) if size > 1]
+    return None if all(own == usual for own, usual in strides) or not parameter.numel() else tuple(form.strides)
 
 
 def sparse_parameters(module: nn.Module) -> frozenset[str]:
@@ -35,6 +44,12 @@ def sparse_parameters(module: nn.Module) -> frozenset[str]:
         for prefix, child in module.named_modules()
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
     )
+
+
+def _entry(
+    name: str, shape: list[int], dtype: str, itemsize: int, device: str, sparse: bool, strides: list[int] | None
+) -> Entry:
+    return Entry(name, tuple(shape), dtype, itemsize, device, sparse, None if strides is None else tuple(strides))
 
 
 def compare_models(group: PhalanxProcessGroup, entries: Sequence[Entry], fingerprint: int, number: int) -> int:
@@ -52,12 +67,9 @@ def compare_models(group: PhalanxProcessGroup, entries: Sequence[Entry], fingerp
         agreed: int = max(wished for _, wished in heard)
         core.models_numbered = max(core.models_numbered, agreed + 1)
         return agreed
-    listing = json.dumps([[e.name, e.shape, e.dtype, e.itemsize, e.device, e.sparse] for e in entries])
+    listing = json.dumps([[e.name, e.shape, e.dtype, e.itemsize, e.device, e.sparse, e.strides] for e in entries])
     listings = core.exchange(listing.encode(), "DistributedDataParallel(...)", Operation.WRAP)
-    models = {
-        rank: [Entry(n, tuple(s), d, i, dev, sp) for n, s, d, i, dev, sp in json.loads(text)]
-        for rank, text in enumerate(listings)
-    }
+    models = {rank: [_entry(*each) for each in json.loads(text)] for rank, text in enumerate(listings)}
     counts = {rank: len(model) for rank, model in models.items()}
     odd = next((rank for rank in counts if counts[rank] != counts[core.rank]), None)
     what = "DDP expects same model across all ranks, but "

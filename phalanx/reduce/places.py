@@ -323,10 +323,11 @@ class Places:
         return [i for i in indices if self._params[i].grad is not None and not self._shows_place(i)]
 
     def show(self, used: Iterable[int]) -> None:
-        """Have every parameter in `used` that shows no gradient show its place."""
+        """Have every parameter in `used` that shows no gradient show its place; one without elements, an empty one."""
         for index in used:
-            if self._params[index].grad is None and self.views[index] is not _NO_VIEW:
-                self._params[index].grad = self.views[index]
+            parameter, view = self._params[index], self.views[index]
+            if parameter.grad is None and (view is not _NO_VIEW or not parameter.numel()):
+                parameter.grad = view if parameter.numel() else torch.empty_like(parameter)
 
     def are_shown(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> bool:
         """Whether these gradients are the places of these parameters, as they were made."""

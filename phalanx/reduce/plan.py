@@ -27,6 +27,8 @@ class Entry:
     itemsize: int
     device: str
     sparse: bool = False
+    strides: tuple[int, ...] | None = None
+    """How its elements lie in memory; None where they lie in the order of their indices."""
 
     @property
     def count(self) -> int:
@@ -38,7 +40,8 @@ class Entry:
 
     def describe(self) -> str:
         """As people write it: `0.weight: float32 [3, 2]`."""
-        return f"{self.name}: {self.dtype} {list(self.shape)}" + (" sparse" if self.sparse else "")
+        text = f"{self.name}: {self.dtype} {list(self.shape)}" + (" sparse" if self.sparse else "")
+        return text if self.strides is None else f"{text} with strides {list(self.strides)}"
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class _Filling:
 
 def fingerprint(entries: Sequence[Entry], caps: Sequence[int]) -> int:
     """A 63-bit hash of all that must be equal on every rank."""
-    text = repr(([(e.name, e.shape, e.dtype, e.sparse) for e in entries], list(caps)))
+    text = repr(([(e.name, e.shape, e.dtype, e.sparse, e.strides) for e in entries], list(caps)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -170,4 +173,4 @@ def first_difference(models: Mapping[int, Sequence[Entry]]) -> str:
 
 
 def _differs(a: Entry, b: Entry) -> bool:
-    return (a.name, a.shape, a.dtype, a.sparse) != (b.name, b.shape, b.dtype, b.sparse)
+    return (a.name, a.shape, a.dtype, a.sparse, a.strides) != (b.name, b.shape, b.dtype, b.sparse, b.strides)

@@ -123,7 +123,7 @@ class SharedGradients:
         # that was not shared as an exception, or what was there when this process forked.
         self._strays = False
         self._has_shared = False
-        self._reducing = threading.Lock()
+        self.reducing = threading.Lock()  # held while results are written; forking does not wait for it
         self._common: CommonResults | None = None
         self.common: list[torch.Tensor] = []  # the results that all share, for those who write them
         if arena is not None and has_common(layout, cut):
@@ -180,11 +180,13 @@ class SharedGradients:
         return self._common is not None and not self.apart and not self._strays and self._common.shows_all()
 
     def scale_common(self, spans: Sequence[Span], factor: torch.Tensor) -> None:
-        """Multiply this rank's segments of the shared results. Every rank, which none reads meanwhile."""
-        with self._reducing:
-            for region, start, stop in spans:
-                first, end = segment(stop - start, self.rank, self.size)
-                self.common[region][start + first : start + end].mul_(factor)
+        """Multiply this rank's segments of the shared results. Every rank, which none reads meanwhile.
+
+        Hold `reducing` from before ranks tell each other that they show what all share, until all have done it.
+        """
+        for region, start, stop in spans:
+            first, end = segment(stop - start, self.rank, self.size)
+            self.common[region][start + first : start + end].mul_(factor)
 
     def begin(self, turn: int) -> None:
         """Post the first piece, in the turn of the fence that comes next."""
@@ -208,7 +210,7 @@ class SharedGradients:
         are applied to the sum, so that it is rounded once; where they are exact, in posting all pieces but the first,
         which spares a pass. A rank that does not take the result keeps what it has.
         """
-        with self._reducing:
+        with self.reducing:
             self._reduce(spans, scales, fence, takes)
 
     def _reduce(self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool) -> None:
@@ -260,10 +262,10 @@ class SharedGradients:
         """Let a process that is about to be forked keep the results that it finds: it has no part in what comes."""
         if self._common is None or self.apart or self._strays or not self._has_shared:
             return
-        if self._reducing.acquire(blocking=False):  # else another thread forks in the middle of a backward
+        if self.reducing.acquire(blocking=False):  # else another thread forks in the middle of a backward
             self._common.keep()
             self._strays = True
-            self._reducing.release()
+            self.reducing.release()
 
     def _factor(self, scales: Sequence[float]) -> float:
         """What contributions can be posted with instead of scaling their sum: the same, but for subnormal numbers."""

@@ -79,6 +79,18 @@ def test_models_that_differ_in_one_of_many_layers_name_it_on_every_rank():
     run(3, program)
 
 
+def test_models_whose_weights_lie_differently_in_memory_name_the_first():
+    def program(rank: int) -> None:
+        layer = nn.Sequential(nn.Linear(2, 2), nn.Conv2d(3, 4, 2))
+        if rank == 0:
+            layer.to(memory_format=torch.channels_last)
+        with pytest.raises(MisuseError, match=r"'1.weight'.*rank 0 has 1.weight: float32 \[4, 3, 2, 2\] with strides"):
+            ddp(layer)
+        ddp(nn.Conv2d(1, 1, 1).to(memory_format=torch.channels_last) if rank else nn.Conv2d(1, 1, 1))  # the same memory
+
+    run(2, program)
+
+
 def test_bucket_sizes_that_differ():
     def program(rank: int) -> None:
         with pytest.raises(MisuseError, match="bucket_cap_mb"):

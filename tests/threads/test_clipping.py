@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -318,6 +320,63 @@ def test_a_gradient_kept_from_the_step_before_is_not_clipped(shared: list[str]) 
 
     run(2, program)
     assert not shared  # where a gradient has been kept, they stay where autograd makes them
+
+
+def test_ranks_that_clip_two_models_in_different_orders(shared: list[str]) -> None:
+    def program(rank: int) -> None:
+        models = [model_of(), model_of()]
+        for at, model in enumerate(models):
+            backward(model, rank, at)
+        for model in models[::-1] if rank else models:
+            check(list(model.parameters()), 1e-3)
+
+    run(2, program)
+    assert not shared
+
+
+def test_ranks_that_list_different_parameters_twice(shared: list[str]) -> None:
+    def program(rank: int) -> None:
+        model = model_of()
+        backward(model, rank)
+        parameters = list(model.parameters())
+        check([*parameters, parameters[rank]], 1e-3)
+
+    run(2, program)
+    assert not shared
+
+
+def test_ranks_that_differ_in_what_is_an_error(shared: list[str]) -> None:
+    def program(rank: int) -> None:
+        model = model_of()
+        backward(model, rank)
+        model.zero_grad()
+        (model(torch.ones(5, 1, 6)).sum() * float("nan")).backward()
+        if rank:
+            check(list(model.parameters()), 1e-3)
+        else:
+            with pytest.raises(RuntimeError, match="non-finite"):
+                clip_grad_norm_(model.parameters(), 1e-3, error_if_nonfinite=True)
+
+    run(2, program)
+    assert not shared
+
+
+def test_a_fork_while_a_rank_waits_for_the_other_to_clip(shared: list[str]) -> None:
+    def program(rank: int) -> None:
+        model = model_of()
+        for at in range(3):
+            backward(model, rank, at)
+            if rank:
+                time.sleep(0.2)
+            else:  # what forking calls before
+                forks = threading.Timer(0.1, model._reducer.places.memory.shared.keep_for_child)
+                forks.start()
+            check(list(model.parameters()), 1e-3)
+            if not rank:
+                forks.join()
+
+    run(2, program)
+    assert len(shared) == 3
 
 
 def test_gradients_of_two_models(shared: list[str]) -> None:

@@ -297,3 +297,17 @@ def test_the_last_model_is_that_of_a_rank_that_skipped_the_last_step() -> None:
         return ddp.module.weight.item()
 
     assert run(2, program) == [1.0 - 0.25 * (1.5 + 4.0)] * 2
+
+
+def test_a_parameter_without_elements_has_an_empty_gradient_on_the_rank_that_skips_too() -> None:
+    def program(rank: int) -> list[tuple[int, ...]]:
+        model = nn.Linear(2, 1)
+        model.empty = nn.Parameter(torch.zeros(3, 0))
+        ddp = DistributedDataParallel(model)
+        if rank == 1:
+            ddp.skip()
+        else:
+            (ddp(torch.ones(1, 2)).sum() + model.empty.sum()).backward()
+        return [tuple(parameter.grad.shape) for parameter in model.parameters()]
+
+    assert run(2, program) == [[(1, 2), (1,), (3, 0)]] * 2
