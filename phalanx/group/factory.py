@@ -75,9 +75,18 @@ def transport_for(core: Group, store: dist.Store, kind: str = AUTO) -> Transport
         return Ring(core.rank, core.size, Messages(core, RING_CHANNEL))
     if kind == AUTO and core.rank == 0:
         _say_once("CPU tensors travel over gloo: not all ranks of %s are on one host and share memory", core.name)
+    return _gloo(core, store, said[0][2])
+
+
+def gloo_beside(core: Group, store: dist.Store) -> Backend:
+    """Make one more transport over gloo, for a sequence of collectives of its own. Collective."""
+    return _gloo(core, store, core.exchange(uuid.uuid4().hex.encode(), "DistributedDataParallel(...)")[0].decode())
+
+
+def _gloo(core: Group, store: dist.Store, name: str) -> Backend:
     timeout = timedelta(seconds=core.timeout)
     # A group that comes again under its name finds the addresses of the last in its store.
-    store = dist.PrefixStore(f"gloo {said[0][2]}", store)
+    store = dist.PrefixStore(f"gloo {name}", store)
     return Backend(inner_group("gloo", store, core.rank, core.size, timeout, core.members, core.address), "gloo")
 
 

@@ -381,7 +381,7 @@ def _hint(wires: Sequence[bytes]) -> str:
     if Operation.GRADIENTS in kinds and len(kinds) > 1:
         return (
             "Usual causes: ranks with different numbers of batches (write `with ddp.join():` around the loop), "
-            "no_sync() on some ranks only, a collective in code that only some ranks run."
+            "no_sync() or a training forward on some ranks only, a collective in code that only some ranks run."
         )
     if kinds == {Operation.GRADIENTS} and len({ticket.decode(wire).tag for wire in wires}) == 1:
         return "Usual cause: sync_policy() or no_sync(pattern) on some ranks only; every rank sets the same."

@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 SIGNATURE = struct.Struct("<BBBxiQQ8x")
-PERSONAL = struct.Struct("<BBHIdd")
+PERSONAL = struct.Struct("<BBHHHdd")
 HEAD_BYTES = SIGNATURE.size + PERSONAL.size
-_FLAGS, _DIGEST = SIGNATURE.size + 1, slice(SIGNATURE.size + 2, SIGNATURE.size + 4)
+_SAYS = struct.Struct("<BHH")
+_AT_SAYS = SIGNATURE.size + 1
 
 
 _CALLS: dict[int, str] = {}
@@ -74,7 +75,8 @@ class Ticket:
     apart (a reducer's plan hash, say), `unit` and `total` are the weights of the gradient (see
     reduce/policy.py), `bitmap` holds one bit per parameter that this rank produced, `digest` stands for the
     model of this rank (0: nothing is said of it), `apart` says that this rank needs the results of a reduction in
-    memory of its own.
+    memory of its own, `begun` is the number of buckets whose sums this rank has begun in backward, and `intact` says
+    that they are of the gradients that it has now.
     """
 
     operation: Operation
@@ -91,6 +93,8 @@ class Ticket:
     extra: bytes = b""
     digest: int = 0
     apart: bool = False
+    begun: int = 0
+    intact: bool = False
 
     def signature(self) -> bytes:
         """The part that must be equal on all ranks, as bytes."""
@@ -98,20 +102,22 @@ class Ticket:
 
     def encode(self) -> bytes:
         """The whole ticket as bytes."""
-        flags = self.weighed | self.apart << 1
-        personal = PERSONAL.pack(self.state, flags, self.digest, len(self.bitmap), self.unit, self.total)
+        flags = self.weighed | self.apart << 1 | self.intact << 2
+        personal = PERSONAL.pack(
+            self.state, flags, self.digest, self.begun, len(self.bitmap), self.unit, self.total
+        )  # fmt: skip
         return self.signature() + personal + self.bitmap + self.extra
 
 
 def decode(wire: bytes) -> Ticket:
     """Read a ticket back from its bytes."""
     operation, reduction, dtype, root, count, tag = SIGNATURE.unpack_from(wire)
-    state, flags, digest, bits, unit, total = PERSONAL.unpack_from(wire, SIGNATURE.size)
+    state, flags, digest, begun, bits, unit, total = PERSONAL.unpack_from(wire, SIGNATURE.size)
     start = SIGNATURE.size + PERSONAL.size
     return Ticket(
         Operation(operation), reduction, dtype, count, root, tag,
         State(state), bool(flags & 1), unit, total, wire[start : start + bits], wire[start + bits :], digest,
-        bool(flags & 2),
+        bool(flags & 2), begun, bool(flags & 4),
     )  # fmt: skip
 
 
@@ -120,18 +126,18 @@ def plain(operation: int, reduction: int, dtype: int, count: int, root: int, tag
     return SIGNATURE.pack(operation, reduction, dtype, root, count, tag) + _ACTIVE
 
 
-_ACTIVE = PERSONAL.pack(State.ACTIVE, False, 0, 0, 1.0, 1.0)
+_ACTIVE = PERSONAL.pack(State.ACTIVE, False, 0, 0, 0, 1.0, 1.0)
 
 
-def carrying(wire: bytes, digest: int, apart: bool) -> bytes:
-    """The same encoded ticket with these two."""
-    flags = wire[_FLAGS] & 1 | apart << 1
-    return wire[:_FLAGS] + bytes([flags]) + digest.to_bytes(2, "little") + wire[_DIGEST.stop :]
+def carrying(wire: bytes, digest: int, apart: bool, begun: int, intact: bool) -> bytes:
+    """The same encoded ticket with these."""
+    flags = wire[_AT_SAYS] & 1 | apart << 1 | intact << 2
+    return wire[:_AT_SAYS] + _SAYS.pack(flags, digest, begun) + wire[_AT_SAYS + _SAYS.size :]
 
 
 def extra(wire: bytes) -> bytes:
     """The free bytes at the end of an encoded ticket."""
-    bits = PERSONAL.unpack_from(wire, SIGNATURE.size)[3]
+    bits = PERSONAL.unpack_from(wire, SIGNATURE.size)[4]
     return wire[SIGNATURE.size + PERSONAL.size + bits :]
 
 
@@ -165,6 +171,9 @@ def describe(wire: bytes, dtype_names: Mapping[int, str], reduction_names: Mappi
     if t.operation is Operation.GRADIENTS:
         part = f"some layers (set {t.root & 0xFFFF:04x}) of " if t.root >= 0 else ""
         return f"the gradient synchronisation of {part}model {t.tag >> 8 & 0xFFFF:04x} ({t.count} elements)"
+    if t.operation is Operation.BROADCAST and t.tag:
+        what = "a model's buffers" if t.tag >> 63 else "a model"
+        return f"the copying of {what} from rank {t.root} to all ({t.count} bytes)"
     if t.operation is Operation.WRAP:
         return "DistributedDataParallel(...)"
     if t.operation is Operation.EXCHANGE and t.tag in _CALLS:

@@ -8,9 +8,9 @@ One backward, seen from here:
     flush     tickets with the used-parameter bitmap; what some rank used is reduced; commit; parameters
               that nobody used get back the gradient they had
 
-Gradients are exchanged at the end of backward, never earlier: the shared-memory transport runs in this
-thread, and a rank that waited for a bucket in the middle of its backward could hold up a collective of
-another rank's backward (SyncBatchNorm) that it only reaches afterwards.
+Ranks wait for one another at the end of backward, never earlier: a rank that waited for a bucket in the middle of its
+backward could hold up a collective of another rank's backward (SyncBatchNorm) that it only reaches afterwards. What
+travels over a wire is sent off while backward runs (early.py), without waiting; in shared memory nothing is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.errors import InternalError
 from phalanx.group import ticket
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.group.ticket import State, Ticket
-from phalanx.reduce import sparse, weighing
+from phalanx.reduce import early, sparse, weighing
 from phalanx.reduce.agreement import contributions, factors_of, used_somewhere
 from phalanx.reduce.bucket import HookRunner
 from phalanx.reduce.distributed_autograd import Contexts, refuse_with_contexts, shown
@@ -84,7 +84,7 @@ class Reducer:
         self.named: list[tuple[str, torch.nn.Parameter]] = []
         self.watch = Watch(weakly(self.backward_begins), weakly(self._ended), unfrozen)
         self.contexts = Contexts(weakly(self.watch.leaf_reached))
-        self._local_now, self._sparse_names = local_now, sparse_names
+        self._local_now, self._sparse_names, self._early = local_now, sparse_names, early.Late()
         self._places: Places | None = None
         self._number = self._tag = -1
         reducers.add(self)
@@ -113,6 +113,9 @@ class Reducer:
         entries = entries_of(self.named, self._sparse_names)
         self._number = compare_models(self.group, entries, fingerprint(entries, self.caps), self._number)
         self._places = Places(self.group, make_plan(entries, self.caps), self.parameters, self._places)
+        self._early = early.made_for(
+            self.group, self._places, self.parameters, self.watch, weakly(self._may_begin_early), self._early
+        )
         self._tag = (self.plan.fingerprint + 2 * self._number * 0x9E3779B97F4A7C15) % (1 << 63) & ~1
         self._sparse = [index for index, entry in enumerate(entries) if entry.sparse]
         self._tickets = Tickets(len(self.named), sum(entry.count for entry in entries), self._tag)
@@ -144,6 +147,12 @@ class Reducer:
             if self.produced:
                 self.produced.difference_update(emptied)  # the user has dropped these
                 self.weights.dropped(bool(self.produced))
+        self._early.backward_begins()
+
+    def _may_begin_early(self) -> bool:
+        """Whether this backward is one of which all gradients are averaged as they are, as far as is known."""
+        plain = self.divisor in (None, self.group.core.size) and self.comm_hook is None and not self.weights.weighed
+        return plain and not (self.stale or self.schedule.policies or any(self.watch.forwards) or self._local_now())
 
     def forget_backward(self) -> bool:
         """Clean up after a backward that never ended (it raised). Called at every forward.
@@ -247,7 +256,8 @@ class Reducer:
         places = self.places
         self.produced.update(fired)
         foreign = places.settle(self.produced, local)
-        self._tickets.say(self.monitor.flushing(), places.memory.must_part(bool(self.schedule.policies)))
+        apart, begun = places.memory.must_part(bool(self.schedule.policies)), self._early.begun()
+        self._tickets.say(self.monitor.flushing(), apart, begun)
         rounds = self.schedule.due(self.everything, local)
         if self.weights.weighed:
             self.weights.enter(self.schedule.ledgers)
@@ -268,6 +278,7 @@ class Reducer:
                 usual = False
         if usual:
             places.keep_all()
+            self._early.learn()
         else:
             places.take_back(shown | self.produced)
             places.hold_back(rounds.held)
@@ -280,6 +291,9 @@ class Reducer:
             call()
 
     def _reduce(self, used: Sequence[int], factors: list[float], fence: Fence, takes: bool = True) -> None:
+        self._tickets.say_begun((0, False))
+        if self._early.reduce(factors[self.group.core.rank], fence):
+            return
         if self.comm_hook is not None or (not self._posts and factors == [1.0]):
             return
         if not self._posts:
@@ -330,17 +344,19 @@ class Reducer:
 
     def _agreed(self, wires: list[bytes]) -> tuple[Sequence[int], list[float]]:
         """What the tickets of all ranks say: the parameters used somewhere, and each rank's factor."""
-        if self.divisor is None and all(wire == self._tickets.usual for wire in wires):
+        if self.divisor in (None, len(wires)) and all(wire == self._tickets.usual for wire in wires):
             # The usual case, told by the bytes: every rank used every parameter, and nobody weighs.
             self.skippers, self.runners = [], self._all_ranks
             self.statistics.used_by(wires)
             self.places.memory.share(True)
+            self._early.agree(*self._tickets.begun)
             return range(len(self.named)), self._mean
         heard = [ticket.decode(wire) for wire in wires]
         self.monitor.heard = [t.digest for t in heard]
         self.skippers = [rank for rank, t in enumerate(heard) if t.state is State.SKIPPING]
         self.runners = [rank for rank, t in enumerate(heard) if t.state is State.ACTIVE]
         self.places.memory.share(len(self.runners) == len(heard), any(t.apart for t in heard))
+        self._early.agree(max(t.begun for t in heard), False)
         tickets = contributions(heard, self.tag)
         self.statistics.used_by([t.encode() for t in tickets])
         used = used_somewhere(tickets, ticket.round_members(heard), len(self.named))
@@ -352,6 +368,7 @@ class Reducer:
         """The ticket of this rank while it follows; gradients not synchronised yet go with it."""
         self.places.settle(self.produced, self._local_now())
         self.weights.enter(self.schedule.ledgers)
+        self._tickets.say_begun((self._early.begun()[0], False))
         return self._ticket(Round(None, next(iter(self.schedule.coming), 0)), state, followed)
 
     def follow(self, got: list[bytes], fence: Fence) -> Callable[[], None]:

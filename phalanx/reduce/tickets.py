@@ -19,15 +19,24 @@ class Tickets:
     def __init__(self, size: int, elements: int, tag: int) -> None:
         self._size, self._elements = size, elements
         self._all = ticket.bits(range(size), size)
-        self._says = (0, False)
+        self._says = (0, False, 0, False)
         whole = Ticket(Operation.GRADIENTS, 0, 0, elements, -1, tag, bitmap=self._all, unit=0.0)
         self.usual = whole.encode()
 
-    def say(self, digest: int, apart: bool) -> None:
+    def say(self, digest: int, apart: bool, begun: tuple[int, bool] = (0, False)) -> None:
         """Have all tickets from now on carry these; see Ticket."""
-        if self._says != (digest, apart):
-            self._says = digest, apart
-            self.usual = ticket.carrying(self.usual, digest, apart)
+        if self._says != (says := (digest, apart, *begun)):
+            self._says = says
+            self.usual = ticket.carrying(self.usual, *says)
+
+    @property
+    def begun(self) -> tuple[int, bool]:
+        """What they say of sums that this rank has begun."""
+        return self._says[2:]
+
+    def say_begun(self, begun: tuple[int, bool]) -> None:
+        """Have tickets carry these, and else what they have carried."""
+        self.say(*self._says[:2], begun)
 
     def of_round(
         self,
@@ -47,9 +56,10 @@ class Tickets:
         items = weights.total_of(each.ledger)
         weighed = weights.weighed or (items > 0.0 and state is not State.ACTIVE)
         total = items if weighed else 1.0
-        operation, count, (digest, apart) = Operation.GRADIENTS, self._elements, self._says
+        operation, count, (digest, apart, begun, intact) = Operation.GRADIENTS, self._elements, self._says
         if state is not State.ACTIVE:
             operation, count, root, digest, bits = Operation.FOLLOW, followed, -1, 0, bits if pending else b""
         return Ticket(
-            operation, 0, 0, count, root, tag, state, weighed, weights.unit, total, bits, mask, digest, apart
+            operation, 0, 0, count, root, tag, state, weighed, weights.unit, total, bits, mask, digest, apart,
+            begun, intact,
         )  # fmt: skip

@@ -121,7 +121,7 @@ class Watch:
         self.take_off()
         self._numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._usual = ([], frozenset())
-        self._handles = [_hook_on(parameter, self._noted) for parameter in (*parameters, *frozen)]
+        self._handles = [hook_on(parameter, self._noted) for parameter in (*parameters, *frozen)]
 
     def take_off(self) -> None:
         """Remove all hooks."""
@@ -187,6 +187,16 @@ class Watch:
     def noted(self) -> list[torch.Tensor]:
         """The parameters whose hook has run in this backward so far."""
         return self._noted
+
+    @property
+    def forwards(self) -> Sequence[Local]:
+        """What was given to output_reached() in this backward so far."""
+        return self._forwards
+
+    @property
+    def order_of_ids(self) -> list[int]:
+        """The ids of the parameters whose hook ran in the last backward, in order; the same list while that stays."""
+        return self._usual[0]
 
     def _fired(self) -> frozenset[int]:
         noted = list(map(id, self._noted))
@@ -277,7 +287,7 @@ def _is_executed(leaf: Any) -> bool:
         return False
 
 
-def _hook_on(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+def hook_on(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """Register `hook`, on a frozen parameter too, and where swap_tensors has cut hooks off from their tensor."""
     hooks = parameter._post_accumulate_grad_hooks
     if hooks is not None:

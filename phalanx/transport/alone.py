@@ -14,7 +14,6 @@ class Alone:
     """See Transport; every output is this rank's own input."""
 
     name = "one rank"
-    overlaps = False
 
     def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int, fence: Fence) -> None:
         """See Transport.reduce."""

@@ -48,12 +48,10 @@ _SUMS = {Reduction.SUM, Reduction.AVG, Reduction.PREMUL_SUM}
 class Backend:
     """The transport over `group`, a c10d process group of the same ranks."""
 
-    overlaps = True
-
     def __init__(self, group: Any, name: str = "gloo") -> None:
         self.name = name
         self._group = group
-        self._rank, self._size = group.rank(), group.size()
+        self._rank, self.size = group.rank(), group.size()
 
     def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int, fence: Fence) -> None:
         """See Transport.reduce."""
@@ -85,7 +83,7 @@ class Backend:
         options = dist.BroadcastOptions()
         options.rootRank = root
         tensor = mine if root == self._rank else outputs[root]
-        self._finish(self._group.broadcast([_bytes(tensor)], options), fence)  # type: ignore[arg-type]
+        self.finish(self._group.broadcast([_bytes(tensor)], options), fence)  # type: ignore[arg-type]
 
     def route(
         self,
@@ -103,7 +101,7 @@ class Backend:
         device = next((t.device for t in (*parts, *outputs) if t is not None), torch.device("cpu"))
         if device.type == "cuda":
             self._group._start_coalescing(device)
-        for peer in range(self._size):
+        for peer in range(self.size):
             part, out = parts[peer], outputs[peer]
             if peer != self._rank and part is not None and part.numel():
                 works.append(self._group.send([_bytes(part)], peer, 0))
@@ -113,7 +111,7 @@ class Backend:
             works = [self._group._end_coalescing(device)]
         for work in works:
             if work is not None:
-                self._finish(work, fence)
+                self.finish(work, fence)
 
     def close(self) -> None:
         """See Transport.close."""
@@ -127,7 +125,7 @@ class Backend:
             total = flat.to(torch.uint8)
             self._reduce_here(total, _OPS_ON_BOOL[reduction], root, fence)
             return (total & 1).to(torch.bool)
-        wide = _wide_dtype(flat.dtype)
+        wide = wide_dtype(flat.dtype)
         if reduction not in _OPS or (flat.dtype.is_complex and reduction not in _SUMS) or flat.dtype is torch.uint64:
             parts = [part.view(flat.dtype) for part in self._gathered(_bytes(flat), fence)]
             out = torch.empty_like(flat)
@@ -138,25 +136,32 @@ class Backend:
         if reduction is not Reduction.AVG:
             return total.to(flat.dtype)
         if wide.is_floating_point or wide.is_complex:
-            return total.div_(self._size).to(flat.dtype)
-        return total.div_(self._size, rounding_mode="trunc").to(flat.dtype)
+            return total.div_(self.size).to(flat.dtype)
+        return total.div_(self.size, rounding_mode="trunc").to(flat.dtype)
 
     def _reduce_here(self, total: torch.Tensor, op: Any, root: int, fence: Fence) -> None:
         if root < 0:
             options: Any = dist.AllreduceOptions()
             options.reduceOp = ReduceOp(op)
-            self._finish(self._group.allreduce([total], options), fence)
+            self.finish(self._group.allreduce([total], options), fence)
         else:
             options = dist.ReduceOptions()
             options.reduceOp, options.rootRank = ReduceOp(op), root
-            self._finish(self._group.reduce([total], options), fence)
+            self.finish(self._group.reduce([total], options), fence)
 
     def _gathered(self, mine: torch.Tensor, fence: Fence) -> list[torch.Tensor]:
-        parts = [torch.empty_like(mine) for _ in range(self._size)]
-        self._finish(self._group.allgather([parts], [mine]), fence)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        self.finish(self._group.allgather([parts], [mine]), fence)
         return parts
 
-    def _finish(self, work: Any, fence: Fence) -> None:
+    def begin_sum(self, total: torch.Tensor) -> Any:
+        """Begin to sum `total`, of a dtype of wide_dtype(), over all ranks, in place; finish() what is returned."""
+        options = dist.AllreduceOptions()
+        options.asyncOp = True
+        return self._group.allreduce([torch.view_as_real(total) if total.is_complex() else total], options)
+
+    def finish(self, work: Any, fence: Fence) -> None:
+        """Wait for what has been begun."""
         try:
             work.wait()
         except RuntimeError:
@@ -164,7 +169,7 @@ class Backend:
             raise
 
 
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a backend adds up contributions of `dtype`: wide enough, and one that it knows."""
     if is_narrow(dtype):
         return torch.float32
@@ -224,7 +229,7 @@ class BackendGradients:
         totals = []
         for region, start, stop in spans:
             given = self.own[region][start:stop]
-            total = given.to(_wide_dtype(given.dtype), copy=True)
+            total = given.to(wide_dtype(given.dtype), copy=True)
             if not scale:
                 total.zero_()
             elif not even:

@@ -35,9 +35,6 @@ class Transport(Protocol):
     name: str
     """What people read in a header: "shared memory", "gloo", ..."""
 
-    overlaps: bool
-    """True if moving data mostly waits on a wire, so that it pays to do it while backward runs."""
-
     def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int, fence: Fence) -> None:
         """Combine `tensor` of all ranks, in rank order, into `tensor` of rank `root` (-1: of all)."""
 

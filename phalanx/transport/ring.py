@@ -60,7 +60,6 @@ class Ring:
     """The transport over an endpoint of `rank` in `size` ranks."""
 
     name = "ring"
-    overlaps = True
 
     def __init__(self, rank: int, size: int, endpoint: Endpoint) -> None:
         self._rank, self._size, self._endpoint = rank, size, endpoint

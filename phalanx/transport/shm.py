@@ -37,7 +37,6 @@ class SharedMemory:
     """The transport between ranks that map the same arena."""
 
     name = "shared memory"
-    overlaps = False
 
     def __init__(self, rank: int, size: int, arena: mmap, slot_bytes: int = SLOT_BYTES) -> None:
         self._rank, self._size, self._slot_bytes = rank, size, slot_bytes

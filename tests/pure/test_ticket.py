@@ -28,16 +28,19 @@ tickets = st.builds(
     extra=bytes_of_any_length,
     digest=st.integers(0, (1 << 16) - 1),
     apart=st.booleans(),
+    begun=st.integers(0, (1 << 16) - 1),
+    intact=st.booleans(),
 )
 SIGNED = ("operation", "reduction", "dtype", "count", "root", "tag")
-PERSONAL = ("state", "weighed", "unit", "total", "bitmap", "extra", "digest", "apart")
+PERSONAL = ("state", "weighed", "unit", "total", "bitmap", "extra", "digest", "apart", "begun", "intact")
 
 
 @given(tickets)
 def test_what_is_written_is_read(t: Ticket):
     assert ticket.decode(t.encode()) == t
     assert ticket.extra(t.encode()) == t.extra
-    assert ticket.carrying(replace(t, digest=0, apart=not t.apart).encode(), t.digest, t.apart) == t.encode()
+    other = replace(t, digest=0, apart=not t.apart, begun=7, intact=not t.intact)
+    assert ticket.carrying(other.encode(), t.digest, t.apart, t.begun, t.intact) == t.encode()
     assert ticket.follows(t.encode()) == (t.state is not State.ACTIVE)
 
 
