@@ -163,7 +163,7 @@ def _open_log(path: str) -> int:
         os.ftruncate(fd, 0)
     except BlockingIOError as error:
         os.close(fd)
-        raise OSError(error.errno, "another run is writing it", path) from None
+        raise OSError(error.errno, "another run is writing it (give this one a --log-dir of its own)", path) from None
     except OSError:
         pass  # a file system without locks, or no file at all (a terminal, /dev/null)
     return fd

@@ -7,6 +7,7 @@ started, because the command line cannot be right or this host lacks something.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -137,7 +138,8 @@ def _start_all(options: Options, places: Sequence[Place], supervisor: Supervisor
     try:
         supervisor.start([_start(options, place, supervisor, logs.get(place.rank)) for place in places])
     except OSError as error:
-        raise StartError(f"cannot start {options.ranks} ranks: {error}") from None
+        advice = ". Instead: raise the limit of open files (`ulimit -n`)" if error.errno == errno.EMFILE else ""
+        raise StartError(f"cannot start {options.ranks} ranks: {error}{advice}") from None
 
 
 def _start(options: Options, place: Place, supervisor: Supervisor, log: str | None) -> Start:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -117,12 +119,19 @@ def test_logs_are_complete_whatever_is_written(launch: Launch) -> None:
     assert sorted(log.splitlines()) == [b"\0zero", *[b"latin \xe9"] * 3, b"no end"]
 
 
+def test_too_few_open_files_for_the_ranks(launch: Launch) -> None:
+    few = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (20, 20))
+    done = launch.run("print(rank)", "-n", "8", preexec_fn=few)
+    assert done.returncode == 2 and "cannot start 8 ranks" in done.stderr and "ulimit -n" in done.stderr
+
+
 def test_a_log_that_another_run_is_writing_is_left_alone(launch: Launch) -> None:
     first = launch.start("print('mine')\n" + MARK + "time.sleep(60)", "-n", "2", "--log-dir", "logs")
     launch.pids("pid-*", 2)
     second = launch.run("print('other')", "-n", "2", "--log-dir", "logs")
     assert second.returncode == 2
-    assert "another run is writing it" in second.stderr and "logs/rank-0.log" in second.stderr
+    assert "another run is writing it (give this one a --log-dir of its own)" in second.stderr
+    assert "logs/rank-0.log" in second.stderr
     first.terminate()
     assert first.wait(timeout=10) == 143
     assert (launch.folder / "logs" / "rank-0.log").read_text() == "mine\n"
