@@ -1,13 +1,14 @@
 """Sums of gradients that are begun while backward runs, where they travel over a wire.
 
-A rank begins the sum of a bucket as soon as backward has produced all of it, in the order of the buckets, over a group
-that nothing else uses. It does so if the synchronisation before was of all gradients, on every rank, without weights;
-that this one is too is known only when backward has ended. Then the tickets tell how many sums each rank has begun, and
-whether its gradients are still what they were. If all have begun the same, of all gradients, the sums are results.
-Otherwise those who have begun fewer take part in the others' with zeros, and all is added up as if nothing had been
-begun; then nothing is begun for a while.
+A rank begins the sum of a bucket when backward has produced all of it and goes on to the next parameter, so that all
+hooks have run; in the order of the buckets, over a group that nothing else uses. It does so once there has been a
+synchronisation of all gradients, on every rank, without weights; that this one is too is known only when backward has
+ended. Then the tickets tell how many sums each rank has begun, and whether its gradients are still what they were. If
+all have begun the same, of all gradients, the sums are results. Otherwise those who have begun fewer take part in the
+others' with zeros, and all is added up as if nothing had been begun; then nothing is begun for a while.
 
-The gradients themselves are not touched before the last fence.
+The gradients themselves are not touched before the last fence. What is written to a gradient whose sum has been begun
+is noticed by its version; not so what a hook of another parameter writes through .data or numpy.
 """
 
 from __future__ import annotations
@@ -62,8 +63,14 @@ def made_for(
     return Early(backend, places, parameters, watch, may_begin)
 
 
+_unclosed: list[Backend] = []
+"""Kept for good: closing would wait for sums that others may never begin, or for threads that a fork has not copied."""
+
+
 def _close(backend: Backend, owner: int) -> None:
-    if os.getpid() == owner:
+    if backend.unfinished or os.getpid() != owner:
+        _unclosed.append(backend)
+    else:
         backend.close()
 
 
@@ -73,8 +80,12 @@ class Late:
     def backward_begins(self) -> None:
         """Note that what has been begun until now is of an earlier backward."""
 
+    def backward_ended(self) -> tuple[int, bool]:
+        """Begin what is complete now; return begun()."""
+        return self.begun()
+
     def learn(self) -> None:
-        """Note after which parameters buckets were complete in this backward, which has produced all gradients."""
+        """Note at which parameters buckets were complete in this backward, which has produced all gradients."""
 
     def begun(self) -> tuple[int, bool]:
         """How many sums this rank has begun, and whether they are of the gradients that it has now."""
@@ -106,7 +117,7 @@ class Early(Late):
         self._places, self._parameters, self._watch, self._may_begin = places, parameters, watch, may_begin
         self._buckets = places.plan.buckets
         self._members = [frozenset(id(parameters[index]) for index in bucket.members) for bucket in self._buckets]
-        self._hook = weakly(self._reached)
+        self._hook = weakly(self._begin_all_but)
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
         self._learned_from: Sequence[int] = ()
@@ -130,17 +141,23 @@ class Early(Late):
             return
         self._learned_from = order
         when = {each: place for place, each in enumerate(order)}
-        last = {max(ids, key=lambda each: when.get(each, -1)) for ids in self._members}
-        if last != self._hooked:
+        following = {max(when.get(each, -1) for each in ids) + 1 for ids in self._members}
+        hooked = {order[place] for place in following if place < len(order)}
+        if hooked != self._hooked:
             _remove(self._handles)
-            self._hooked = last
-            self._handles += [hook_on(p, self._hook) for p in self._parameters if id(p) in last]
+            self._hooked = hooked
+            self._handles += [hook_on(p, self._hook) for p in self._parameters if id(p) in hooked]
 
-    def _reached(self, _: torch.Tensor) -> None:
-        """Begin the buckets that are complete now."""
-        if self._left or self._waits or not self._may_begin():
+    def backward_ended(self) -> tuple[int, bool]:
+        """See Late."""
+        self._begin_all_but(None)
+        return self.begun()
+
+    def _begin_all_but(self, parameter: torch.Tensor | None) -> None:
+        """Begin the buckets that are complete without this one, some of whose hooks may be still to run."""
+        if not self._learned_from or self._left or self._waits or not self._may_begin():
             return
-        produced = set(map(id, self._watch.noted))
+        produced = set(map(id, self._watch.noted)) - {id(parameter)}
         while len(self._begun) < len(self._buckets) and self._members[len(self._begun)] <= produced:
             bucket = self._buckets[len(self._begun)]
             if not self._is_in_place(bucket):
@@ -195,7 +212,7 @@ class Early(Late):
         for bucket in self._buckets[len(self._begun) : most]:
             self._begin(bucket, torch.zeros_like(self._flat(bucket)))
         for _, work in self._begun:
-            self.backend.finish(work, fence)
+            self.backend.finish_sum(work, fence)
         totals = [total for total, _ in self._begun] if alike else []
         self._begun, self._versions, self._left = [], [], False
         self.agree(0, False)

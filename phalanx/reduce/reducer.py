@@ -256,7 +256,7 @@ class Reducer:
         places = self.places
         self.produced.update(fired)
         foreign = places.settle(self.produced, local)
-        apart, begun = places.memory.must_part(bool(self.schedule.policies)), self._early.begun()
+        apart, begun = places.memory.must_part(bool(self.schedule.policies)), self._early.backward_ended()
         self._tickets.say(self.monitor.flushing(), apart, begun)
         rounds = self.schedule.due(self.everything, local)
         if self.weights.weighed:

@@ -52,6 +52,7 @@ class Backend:
         self.name = name
         self._group = group
         self._rank, self.size = group.rank(), group.size()
+        self.unfinished = 0  # sums
 
     def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int, fence: Fence) -> None:
         """See Transport.reduce."""
@@ -83,7 +84,7 @@ class Backend:
         options = dist.BroadcastOptions()
         options.rootRank = root
         tensor = mine if root == self._rank else outputs[root]
-        self.finish(self._group.broadcast([_bytes(tensor)], options), fence)  # type: ignore[arg-type]
+        self._finish(self._group.broadcast([_bytes(tensor)], options), fence)  # type: ignore[arg-type]
 
     def route(
         self,
@@ -111,7 +112,7 @@ class Backend:
             works = [self._group._end_coalescing(device)]
         for work in works:
             if work is not None:
-                self.finish(work, fence)
+                self._finish(work, fence)
 
     def close(self) -> None:
         """See Transport.close."""
@@ -143,25 +144,30 @@ class Backend:
         if root < 0:
             options: Any = dist.AllreduceOptions()
             options.reduceOp = ReduceOp(op)
-            self.finish(self._group.allreduce([total], options), fence)
+            self._finish(self._group.allreduce([total], options), fence)
         else:
             options = dist.ReduceOptions()
             options.reduceOp, options.rootRank = ReduceOp(op), root
-            self.finish(self._group.reduce([total], options), fence)
+            self._finish(self._group.reduce([total], options), fence)
 
     def _gathered(self, mine: torch.Tensor, fence: Fence) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
-        self.finish(self._group.allgather([parts], [mine]), fence)
+        self._finish(self._group.allgather([parts], [mine]), fence)
         return parts
 
     def begin_sum(self, total: torch.Tensor) -> Any:
-        """Begin to sum `total`, of a dtype of wide_dtype(), over all ranks, in place; finish() what is returned."""
+        """Begin to sum `total`, of a dtype of wide_dtype(), over all ranks, in place; finish_sum() what is returned."""
         options = dist.AllreduceOptions()
         options.asyncOp = True
+        self.unfinished += 1
         return self._group.allreduce([torch.view_as_real(total) if total.is_complex() else total], options)
 
-    def finish(self, work: Any, fence: Fence) -> None:
-        """Wait for what has been begun."""
+    def finish_sum(self, work: Any, fence: Fence) -> None:
+        """Wait for a sum that has been begun."""
+        self._finish(work, fence)
+        self.unfinished -= 1
+
+    def _finish(self, work: Any, fence: Fence) -> None:
         try:
             work.wait()
         except RuntimeError:
