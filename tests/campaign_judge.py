@@ -175,7 +175,11 @@ def _said_of(run: Run, rank: int, call: str) -> str | tuple[str, ...]:
     if call == "extra":
         return _SAID_OF_EXTRA[run.said["extra"]]
     if call == "forward":
-        return ("broadcast(", "DistributedDataParallel(...)") if case.place == "model" else "broadcast("
+        return (
+            ("the copying of a model's buffers", "DistributedDataParallel(...)")
+            if case.place == "model"
+            else "the copying of a model's buffers"
+        )
     if case.pathology == "shape" and rank == case.rank and call == case.place:
         return {"metric": "all_reduce(4 x ", "gather": "all_gather(6 x ", "rate": "broadcast(2 x "}[call]
     return _SAID[call]
