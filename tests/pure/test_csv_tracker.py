@@ -28,7 +28,7 @@ calls = st.lists(st.dictionaries(keys, st.floats(allow_nan=False), max_size=3), 
 
 
 @given(calls)
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_was_logged_stands_there(tmp_path: Path, logged: list[dict[str, float]]) -> None:
     (tmp_path / "metrics.csv").unlink(missing_ok=True)
     writer = CsvFile(Run(tmp_path))
