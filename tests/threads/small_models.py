@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -104,3 +105,26 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 
 def squares(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
+
+
+def copied_gradients(model: Any) -> list[Tensor | None]:
+    """Copies of the gradients that a wrapped model shows."""
+    return [None if p.grad is None else p.grad.detach().clone() for p in model.module.parameters()]
+
+
+class RandomScript:
+    """What training loops that do `actions` at random have in common; `kept` are gradients, and copies of them."""
+
+    chance = 0.4  # of each action, in each step
+
+    def __init__(self, model: Any, seed: int, actions: list[str], rank: int, size: int) -> None:
+        self.model, self.actions, self.rank, self.size, self.seed = model, actions, rank, size, seed
+        self.dice = random.Random(seed)  # the same on all ranks
+        self.kept: list[tuple[Tensor, Tensor]] = []
+
+    def does(self, action: str) -> bool:
+        return self.dice.random() < self.chance and action in self.actions
+
+    def check_kept(self) -> None:
+        for gradient, copy in self.kept:
+            assert torch.equal(gradient, copy), "a gradient that was kept has changed"

@@ -19,6 +19,7 @@ from phalanx.reduce import early
 from phalanx.reduce.early import Early
 from phalanx.testing import generator, run
 from phalanx.testing.thread_world import seeded
+from tests.threads.small_models import RandomScript, copied_gradients
 
 ACTIONS = ["no_sync", "weigh", "skip", "branch", "join", "raise", "write", "freeze", "reenter", "keep", "leave", "grad"]
 ACTIONS += ["policy", "hook", "replace", "change"]
@@ -76,31 +77,21 @@ def model_of(seed: int = 0) -> Any:
     return DistributedDataParallel(layers, bucket_cap_mb=0.002)  # a bucket for each layer
 
 
-def gradients(model: Any) -> list[Tensor | None]:
-    return [None if p.grad is None else p.grad.detach().clone() for p in model.module.parameters()]
-
-
-class Script:
+class Script(RandomScript):
     """A training loop that does `actions` at random, and what it has seen of its gradients."""
 
-    def __init__(self, seed: int, actions: list[str], rank: int, size: int) -> None:
-        self.actions, self.rank, self.size, self.seed = actions, rank, size, seed
-        self.dice = random.Random(seed)  # the same on all ranks
-        self.model = model_of(seed)
-        self.kept: list[tuple[Tensor, Tensor]] = []
-        self.hook: Any = None
+    chance = 0.3
 
-    def does(self, action: str) -> bool:
-        return self.dice.random() < 0.3 and action in self.actions
+    def __init__(self, seed: int, actions: list[str], rank: int, size: int) -> None:
+        super().__init__(model_of(seed), seed, actions, rank, size)
 
     def run(self) -> list[list[Tensor | None]]:
         seen = []
         with self.model.join(enable="join" in self.actions):
             for at in range(12 - (self.rank if "join" in self.actions else 0)):
                 self.step(at)
-                seen.append(gradients(self.model))
-        for gradient, copy in self.kept:
-            assert torch.equal(gradient, copy), "a gradient that was kept has changed"
+                seen.append(copied_gradients(self.model))
+        self.check_kept()
         return seen
 
     def backward(self, x: Tensor) -> None:
@@ -188,7 +179,7 @@ def steps(rank: int, model: Any, count: int, before: Any = None) -> list[list[Te
         x = torch.randn(5, 20, generator=generator(10 * at + rank))
         if before is None or not before(model, rank, at, x):
             model(x).square().mean().backward()
-        seen.append(gradients(model))
+        seen.append(copied_gradients(model))
     return seen
 
 
@@ -334,7 +325,7 @@ def test_two_models_in_one_backward_in_different_orders(finished: list[tuple[int
             for model in models:
                 model.zero_grad()
             sum(losses).backward()
-            seen += [gradients(model) for model in models]
+            seen += [copied_gradients(model) for model in models]
         return seen
 
     first, second = run(2, program)
@@ -365,7 +356,7 @@ def test_dtypes(dtype: torch.dtype, finished: list[tuple[int, int]], monkeypatch
             model.zero_grad()
             x = torch.randn(5, 20, generator=generator(10 * at + rank)).to(dtype)
             model(x).abs().square().mean().backward()
-        return gradients(model)
+        return copied_gradients(model)
 
     found = run(2, program)
     assert finished[-1] == (1, 1)

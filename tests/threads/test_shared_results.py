@@ -18,7 +18,7 @@ from phalanx.testing.thread_world import generator, seeded
 from phalanx.transport.common_results import CommonResults
 from phalanx.transport.pieces import Cut
 from phalanx.transport.shared_gradients import SharedGradients
-from tests.threads.small_models import ddp
+from tests.threads.small_models import RandomScript, copied_gradients, ddp
 
 IN_PIECES, AT_ONCE = Cut(4096, common=0, small=1024), Cut()
 ACTIONS = ["clip", "clip together", "one clips", "keep", "leave", "zero", "numpy"]
@@ -31,33 +31,22 @@ def model_of(seed: int) -> Any:
     return ddp(layers)
 
 
-def gradients(model: Any) -> list[Tensor | None]:
-    return [None if p.grad is None else p.grad.detach().clone() for p in model.module.parameters()]
-
-
-class Script:
+class Script(RandomScript):
     """A training loop that does `actions` at random, and what it has seen of its gradients."""
 
     def __init__(self, seed: int, actions: list[str], rank: int, size: int) -> None:
-        self.actions, self.rank, self.size, self.seed = actions, rank, size, seed
-        self.dice = random.Random(seed)  # the same on all ranks
-        self.model = model_of(seed)
+        super().__init__(model_of(seed), seed, actions, rank, size)
         self.seen: list[list[Tensor | None]] = []
-        self.kept: list[tuple[Tensor, Tensor]] = []
-
-    def does(self, action: str) -> bool:
-        return self.dice.random() < 0.4 and action in self.actions
 
     def run(self) -> list[list[Tensor | None]]:
         steps = 10 - (self.rank if "join" in self.actions else 0)
         with self.model.join(enable="join" in self.actions):
             for at in range(steps):
                 self.step(at)
-                self.seen.append(gradients(self.model))
+                self.seen.append(copied_gradients(self.model))
                 self.afterwards()
-        self.seen.append(gradients(self.model))
-        for gradient, copy in self.kept:
-            assert torch.equal(gradient, copy), "a gradient that was kept has changed"
+        self.seen.append(copied_gradients(self.model))
+        self.check_kept()
         return self.seen
 
     def step(self, at: int) -> None:
@@ -254,7 +243,7 @@ def test_halves_of_other_dtypes_are_the_same_bits(dtype: torch.dtype, monkeypatc
             model(torch.randn(4, 6, generator=generator(at + rank)).to(dtype)).square().mean().backward()
         shared = model._reducer.places.memory.shared
         assert shared.shares == (shared._ahead is not None) == (memory.CUT is IN_PIECES)
-        return gradients(model)
+        return copied_gradients(model)
 
     monkeypatch.setattr(memory, "CUT", AT_ONCE)
     expected = run(2, program)
@@ -271,7 +260,7 @@ def test_where_the_system_does_not_tell_what_was_written_nothing_is_shared(
         for _ in range(2):
             model.zero_grad()
             model(torch.ones(2, 6) * rank).mean().backward()
-        return gradients(model)
+        return copied_gradients(model)
 
     expected = run(2, program)
     assert ways == [True, True]
