@@ -1,9 +1,9 @@
-"""Measure training steps of two ranks on two hosts joined by a slow wire, against torch's DDP with Gloo.
+"""Measure training steps of ranks on two hosts joined by a slow wire, against torch's DDP with Gloo.
 
-    python benchmarks/two_hosts.py [--rate 1gbit] [--models resnet,gpt] [--rounds 8]
+    python benchmarks/two_hosts.py [--rate 1gbit] [--per-host 1] [--models resnet,gpt] [--rounds 8]
 
-The hosts are network namespaces of this machine, made for the time of the measurement; that takes root. Each has one
-rank, and what it sends is held to `--rate`. Local steps, torch's DDP and Phalanx take turns in the same processes.
+The hosts are network namespaces of this machine, made for the time of the measurement; that takes root. Each has
+`--per-host` ranks, and what it sends is held to `--rate`. Local steps, torch's DDP and Phalanx take turns in the same processes.
 Given are medians in milliseconds, and the ratio of the steps of Phalanx to those of torch.
 """
 
@@ -30,10 +30,10 @@ ADDRESSES = ("10.213.77.1", "10.213.77.2")
 STEPS = 2  # timed in each round, after one that is not
 
 
-def train(rank: int, names: list[str], rounds: int) -> None:
+def train(rank: int, size: int, names: list[str], rounds: int) -> None:
     """One rank's part: time all variants of all models, and have rank 0 print the figures."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:29500", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:29500", rank=rank, world_size=size)
     group = dist.new_group(backend="phalanx")
     for name in names:
         workload = WORKLOADS[name]
@@ -91,16 +91,18 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rate", default="1gbit", help="what each host can send, as tc writes it")
+    parser.add_argument("--per-host", type=int, default=1, help="how many ranks each host has")
     parser.add_argument("--models", default="resnet,gpt", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
-        train(given.rank, given.models.split(","), given.rounds)
+        train(given.rank, 2 * given.per_host, given.models.split(","), given.rounds)
         return
     with two_hosts(given.rate):
         ranks = []
-        for rank, name in enumerate(NAMES):
+        for rank in range(2 * given.per_host):
+            name = NAMES[rank // given.per_host]
             part = [sys.executable, __file__, "--rank", str(rank), *sys.argv[1:]]
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": name}
             ranks.append(subprocess.Popen(["ip", "netns", "exec", name, *part], env=environment))

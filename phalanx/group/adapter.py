@@ -34,6 +34,7 @@ from phalanx.group.slow import who_is_late
 from phalanx.group.ticket import Operation
 from phalanx.group.works import DoneWork, ManyWorks, PendingWork, Worker, seconds_of
 from phalanx.launch.environment import variable
+from phalanx.transport.hosts import Hosts
 from phalanx.transport.protocol import Transport
 from phalanx.transport.reductions import Reduction
 from phalanx.transport.shm import SharedMemory
@@ -206,8 +207,8 @@ class Adapter(dist.ProcessGroup):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks are on this host and share memory."""
-        return isinstance(self.transport, SharedMemory)
+        """Whether the ranks of each host share memory."""
+        return isinstance(self.transport, (SharedMemory, Hosts))
 
     def transport_for(self, device: torch.device) -> Transport:
         """The transport for tensors of a device."""

@@ -6,21 +6,26 @@ import json
 import logging
 import os
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from phalanx.errors import MisuseError, RankMismatchError
 from phalanx.group.accelerator import inner_group
+from phalanx.group.arenas import make_arena
 from phalanx.group.group import Group
 from phalanx.group.links import Switchboard
 from phalanx.group.messages import RING_CHANNEL, Messages
 from phalanx.group.rendezvous import meet
+from phalanx.transport import shm
 from phalanx.transport.alone import Alone
 from phalanx.transport.backend import Backend
+from phalanx.transport.between import hosts_of, lanes_of
+from phalanx.transport.hosts import Hosts, arena_bytes
 from phalanx.transport.protocol import Transport
 from phalanx.transport.ring import Ring
-from phalanx.transport.shm import SharedMemory, arena_bytes
+from phalanx.transport.shm import SharedMemory
 
 AUTO, SHARED_MEMORY, GLOO, RING = "auto", "shared memory", "gloo", "ring"
 KINDS = (AUTO, SHARED_MEMORY, GLOO, RING)
@@ -57,8 +62,8 @@ def transport_for(core: Group, store: dist.Store, kind: str = AUTO) -> Transport
         raise MisuseError(f"transport={kind!r}", f"one of {', '.join(map(repr, KINDS))}", core.rank)
     if core.size == 1:
         return Alone()
-    can_share = core.same_host and hasattr(os, "memfd_create")
-    mine = json.dumps([kind, can_share, uuid.uuid4().hex]).encode()
+    neighbours = core.here if hasattr(os, "memfd_create") else [core.rank]
+    mine = json.dumps([kind, neighbours, uuid.uuid4().hex]).encode()
     said = [json.loads(answer) for answer in core.exchange(mine, "making a group")]
     if any(other != kind for other, _, _ in said):
         raise RankMismatchError(
@@ -66,16 +71,19 @@ def transport_for(core: Group, store: dist.Store, kind: str = AUTO) -> Transport
             core.rank,
             "Every rank must ask for the same transport.",
         )
-    everywhere = all(can for _, can, _ in said)
+    hosts = hosts_of([near for _, near, _ in said])
+    everywhere = len(hosts) == 1
     if kind == SHARED_MEMORY and not everywhere:
         raise MisuseError("transport='shared memory' for ranks on several hosts", "transport='auto'", core.rank)
     if kind in (AUTO, SHARED_MEMORY) and everywhere:
-        return SharedMemory(core.rank, core.size, core.arena(arena_bytes(core.size)).memory)
+        return SharedMemory(core.rank, core.size, make_arena(core, shm.arena_bytes(core.size)).memory)
     if kind == RING:
         return Ring(core.rank, core.size, Messages(core, RING_CHANNEL))
+    several = kind == AUTO and 1 < len(hosts) < core.size
     if kind == AUTO and core.rank == 0:
-        _say_once("CPU tensors travel over gloo: not all ranks of %s are on one host and share memory", core.name)
-    return _gloo(core, store, said[0][2])
+        way = "shared memory, and over gloo between hosts" if several else "gloo"
+        _say_once(f"CPU tensors travel over {way}: not all ranks of %s are on one host and share memory", core.name)
+    return _hosts(core, store, said[0][2], hosts) if several else _gloo(core, store, said[0][2])
 
 
 def gloo_beside(core: Group, store: dist.Store) -> Backend:
@@ -84,10 +92,21 @@ def gloo_beside(core: Group, store: dist.Store) -> Backend:
 
 
 def _gloo(core: Group, store: dist.Store, name: str) -> Backend:
-    timeout = timedelta(seconds=core.timeout)
+    return Backend(_inner_gloo(core, store, name, range(core.size)), "gloo")
+
+
+def _hosts(core: Group, store: dist.Store, name: str, hosts: Sequence[Sequence[int]]) -> Hosts:
+    arena = make_arena(core, arena_bytes(hosts)).memory
+    lane = next((lane for lane in lanes_of(hosts) if core.rank in lane), None)
+    between = None if lane is None else _inner_gloo(core, store, f"{name} lane {lane[0]}", lane)
+    return Hosts(_inner_gloo(core, store, name, range(core.size)), hosts, core.rank, arena, between)
+
+
+def _inner_gloo(core: Group, store: dist.Store, name: str, places: Sequence[int]) -> dist.ProcessGroup:
     # A group that comes again under its name finds the addresses of the last in its store.
-    store = dist.PrefixStore(f"gloo {name}", store)
-    return Backend(inner_group("gloo", store, core.rank, core.size, timeout, core.members, core.address), "gloo")
+    store, timeout = dist.PrefixStore(f"gloo {name}", store), timedelta(seconds=core.timeout)
+    members = [core.members[place] for place in places]
+    return inner_group("gloo", store, places.index(core.rank), len(places), timeout, members, core.address)
 
 
 _said: set[str] = set()

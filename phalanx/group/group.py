@@ -11,8 +11,6 @@ are independent of each other and share the links.
 from __future__ import annotations
 
 import hashlib
-import os
-import socket
 import threading
 import time
 from collections import deque
@@ -25,9 +23,9 @@ from phalanx.group.link import COMMIT, DESCRIBE, HEADER, TICKET, Link
 from phalanx.group.links import Switchboard
 from phalanx.group.slow import LongWait, wait_longer
 from phalanx.group.ticket import SIGNATURE, Operation
+from phalanx.group.wire import give_up
 from phalanx.launch.environment import LOOPBACK
 from phalanx.misuse import silenced
-from phalanx.transport.arena import Arena
 from phalanx.transport.protocol import Fence, Transport
 from phalanx.transport.reductions import Reduction
 
@@ -39,6 +37,8 @@ Rest = Callable[[], None] | None
 """What is left to do once a collective is over, when its group may be used again."""
 Handler = Callable[[list[bytes], Fence], Rest]
 _GATHERING = {Operation.ALL_GATHER, Operation.GATHER}
+_Peer = tuple[int, Link, deque[tuple[int, int, bytes]]]
+"""A place, the link to it, and what has come from there."""
 _OF_OBJECTS = {"all_gather_object", "gather_object"}
 """What would try to unpickle the nothing that a following rank gives."""
 _NOT_TO_FOLLOW = {Operation.ARENA, Operation.WRAP, Operation.ALL_TO_ALL, Operation.ALL_REDUCE_SPARSE}
@@ -58,17 +58,18 @@ class Group:
         self.channel = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
         self.sequence = 0
         self.lock = threading.RLock()
-        self.same_host = True
         self.since = self.until = 0.0  # when the last round began and ended: it waits where it has not ended
         self.awaiting = 0  # the first place that the present round waits for
         self.long: LongWait | None = None  # the last wait that was long
         self.labels: dict[int, str] = {}  # what models are called, by the tags of their tickets
-        self._peers: list[tuple[int, Link, deque[tuple[int, int, bytes]]]] = []
+        self._peers: list[_Peer] = []
         for place, member in enumerate(self.members):
             if member != board.rank:
                 link = board.links[member]
                 self._peers.append((place, link, link.boxes[self.channel]))
-                self.same_host = self.same_host and link.same_host
+        self.near = [peer for peer in self._peers if peer[1].same_host]
+        self._in_round = self._peers  # those with whom the present round is
+        self.here = sorted([self.rank, *(place for place, _, _ in self.near)])  # the places on this host
         self.links = [link for _, link, _ in self._peers]
         self._doing: bytes = b""
         self.followers: tuple[int, ...] = ()
@@ -127,7 +128,7 @@ class Group:
         self.sequence += 1
         self._doing = wire
         got = [wire] * self.size
-        self._round(TICKET, wire, got)
+        self._round(TICKET, wire, got, self._peers)
         return self._compared(got)
 
     def _refuse(self, wire: bytes) -> None:
@@ -176,7 +177,7 @@ class Group:
         self.sequence += 1
         self._doing = wire
         self.since, self.awaiting = time.perf_counter(), 0
-        self._send(TICKET, wire)
+        self._send(TICKET, wire, self._peers)
 
     def has_begun(self) -> bool:
         """Whether some other rank's ticket for the next collective is here."""
@@ -189,13 +190,25 @@ class Group:
     def finish_following(self, wire: bytes) -> list[bytes]:
         """The tickets of all ranks, once begin_following has sent this one's."""
         got = [wire] * self.size
-        self._collect(TICKET, got)
+        self._collect(TICKET, got, self._peers)
         return self._compared(got)
 
     def fence(self) -> None:
         """Return when every rank has made this call as often as this one."""
         self.sequence += 1
-        self._round(COMMIT, b"", None)
+        self._round(COMMIT, b"", None, self._peers)
+
+    def fence_on_host(self) -> None:
+        """Return when the ranks of this host have made this call as often. All ranks make it equally often."""
+        self.sequence += 1
+        self._round(COMMIT, b"", None, self.near)
+
+    def look_for_lost(self) -> None:
+        """Raise what the links know, or learn within moments, of a rank that is gone or has failed, or is too late."""
+        until = time.monotonic() + _EXPLAIN_SECONDS
+        while (left := until - time.monotonic()) > 0:
+            self.board.wait_for_news(self.links, left, self)
+        give_up(self)
 
     def posting_fence(self) -> None:
         """The fence after tickets of which some only follow: those learn from the tickets what to post.
@@ -206,20 +219,20 @@ class Group:
         self.sequence += 1
         self.fence()
 
-    def _round(self, kind: int, payload: bytes, got: list[bytes] | None) -> None:
-        self._send(kind, payload)
-        self._collect(kind, got)
+    def _round(self, kind: int, payload: bytes, got: list[bytes] | None, peers: list[_Peer]) -> None:
+        self._send(kind, payload, peers)
+        self._collect(kind, got, peers)
 
-    def _send(self, kind: int, payload: bytes) -> None:
+    def _send(self, kind: int, payload: bytes, peers: list[_Peer]) -> None:
         frame = HEADER.pack(len(payload), kind, self.channel, self.sequence) + payload
-        for link in self.links:
+        for _, link, _ in peers:
             link.send(frame, self.board)
 
-    def _collect(self, kind: int, got: list[bytes] | None) -> None:
-        board, sequence = self.board, self.sequence
+    def _collect(self, kind: int, got: list[bytes] | None, peers: list[_Peer]) -> None:
+        board, sequence, self._in_round = self.board, self.sequence, peers
         started = self.since = time.perf_counter()
         deadline = 0.0
-        for place, link, box in self._peers:
+        for place, link, box in peers:
             while True:
                 if not box:
                     self.awaiting = place
@@ -251,7 +264,7 @@ class Group:
     def awaited(self) -> list[int]:
         """The places that the present round waits for: from the first one on, all whose frame is not here."""
         sequence = self.sequence
-        late = [place for place, _, box in self._peers if not (box and box[-1][1] >= sequence)]
+        late = [place for place, _, box in self._in_round if not (box and box[-1][1] >= sequence)]
         return [place for place in late if place >= self.awaiting]
 
     def _mismatch(self, got: list[bytes]) -> None:
@@ -272,43 +285,6 @@ class Group:
                 calls[place] = box.popleft()[2].decode()
         raise RankMismatchError(calls, self.rank, _hint(got))
 
-    # -- shared memory -------------------------------------------------------------------------------
-
-    def arena(self, size: int) -> Arena:
-        """Make shared memory of `size` bytes. Every rank of the group, all on one host."""
-        with self.lock:
-            self.tickets(ticket.plain(Operation.ARENA, 0, 0, size, 0))
-            key = self.channel.to_bytes(8, "little") + self.sequence.to_bytes(8, "little")
-            if self.rank == 0:
-                descriptor = os.memfd_create("phalanx")
-                os.ftruncate(descriptor, size)
-                for link in self.links:
-                    socket.send_fds(link.side, [key], [descriptor])
-            else:
-                descriptor = self._descriptor(self.board.links[self.members[0]], key)
-            return Arena(descriptor, size)
-
-    def _descriptor(self, link: Link, key: bytes) -> int:
-        started, deadline = time.perf_counter(), time.monotonic() + min(self.timeout, self.board.slow_after)
-        while True:
-            with link.side_lock:
-                if key in link.descriptors:
-                    return link.descriptors.pop(key)
-                link.side.settimeout(0.2)
-                try:
-                    name, descriptors, _, _ = socket.recv_fds(link.side, 16, 1)
-                except TimeoutError:
-                    name, descriptors = b"", []
-                if descriptors:
-                    link.descriptors[name] = descriptors[0]
-                    continue
-            if name == b"" and link.lost is None:
-                self.board.read(link)
-            if link.lost or link.failed or link.left:
-                self.board.wait(link, deque(), self.links, 0.0, self)
-            if time.monotonic() > deadline:
-                deadline = wait_longer(self, started, [self.members.index(link.peer)])
-
     # -- bytes ---------------------------------------------------------------------------------------
 
     def exchange(self, payload: bytes, call: str, operation: Operation = Operation.EXCHANGE) -> list[bytes]:
@@ -323,7 +299,21 @@ class Group:
             link.boxes.pop(self.channel, None)
 
 
-class Collective:
+class _Fences:
+    """What all fences of a group have in common."""
+
+    _group: Group
+
+    def on_host(self) -> None:
+        """See Fence."""
+        self._group.fence_on_host()
+
+    def look_for_lost(self) -> None:
+        """See Fence."""
+        self._group.look_for_lost()
+
+
+class Collective(_Fences):
     """One collective in progress: a fence that compares tickets the first time it is called."""
 
     def __init__(self, group: Group, wire: bytes) -> None:
@@ -356,7 +346,7 @@ class Collective:
         return self.got
 
 
-class Following:
+class Following(_Fences):
     """The fences of a rank that follows, from the posting fence on."""
 
     def __init__(self, group: Group) -> None:

@@ -131,8 +131,14 @@ class LongWait:
 
     def report(self) -> str:
         """The report on what every rank is doing; empty where they cannot be asked."""
+        return self.late()[1]
+
+    def late(self) -> tuple[list[int], str]:
+        """The ranks of the world that hold this wait up, all that are awaited if they cannot be asked, and report()."""
         report = self._report()
-        return "" if report is None else report.text()
+        if report is None:
+            return list(self._awaited()), ""
+        return [each.rank for each in report.late] or list(self._awaited()), report.text()
 
     @property
     def _look_again(self) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from phalanx.errors import CollectiveTimeoutError
 from phalanx.group.slow import LongWait
 from phalanx.status.answer import Doing
 from phalanx.transport.backend import Backend
@@ -53,6 +54,14 @@ class Looks:
                 target=_wait_of(long[0]).look, name="phalanx watchdog report", daemon=True
             )  # fmt: skip
             self._reporting.start()
+
+
+def give_up(group: Any) -> None:
+    """Raise CollectiveTimeoutError, with who is late, if data has been on the wire for the group's timeout."""
+    if is_out(group) and time.perf_counter() - group.until >= group.timeout:
+        late, report = _wait_of(group).late()
+        missing = [group.members.index(rank) for rank in late if rank in group.members]
+        raise CollectiveTimeoutError(_told(group, str(group)), missing, group.rank, group.timeout, report=report)
 
 
 def _wait_of(group: Any) -> LongWait:

@@ -136,6 +136,14 @@ class TracedCollective:
         got: list[bytes] = self._fence()
         return got
 
+    def on_host(self) -> None:
+        """As of the collective."""
+        self._fence.on_host()
+
+    def look_for_lost(self) -> None:
+        """As of the collective."""
+        self._fence.look_for_lost()
+
 
 def plain(value: Any) -> Any:
     """A value that JSON can hold and every reader of JSON understands: no NaN, no objects."""

@@ -1,7 +1,8 @@
 """Clipping gradients that lie in memory once for all ranks of a host.
 
 Each rank takes the norms of some, hears those of the others, and scales its own part of what all of them read. So
-clipping takes a rank a part of the time, and no rank writes to its gradients, which would end the sharing.
+clipping takes a rank a part of the time, and no rank writes to its gradients, which would end the sharing. Of several
+hosts, the first takes the norms for all: other processors may come to other bits.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ def _divided(reducer: Reducer, store: SharedGradients, numbers: Sequence[int]) -
     for number in in_order[1:]:
         region, start = plan.places[number]
         middle = start + plan.entries[number].count // 2
-        takers.append(middle * store.size // plan.regions[region].count)
+        takers.append(store.first_host[middle * len(store.first_host) // plan.regions[region].count])
     return _Division(
         hashlib.blake2b(in_order.tobytes(), digest_size=8).digest(),
-        [place for place, taker in zip(listed, takers, strict=True) if taker == store.rank],
+        [place for place, taker in zip(listed, takers, strict=True) if taker == reducer.group.core.rank],
         torch.tensor(takers).argsort(stable=True).argsort(),
         [(staged[region], start, stop) for region, start, stop in plan.spans(numbers)],
     )

@@ -55,7 +55,7 @@ def made_for(
             before.agree(max(_COUNT.unpack(extra(wire))[0] for wire in fence()), False)
             before.reduce(0.0, fence)
     on_cpu = all(torch.device(region.device).type == "cpu" for region in places.plan.regions)
-    if core.size == 1 or not isinstance(group.transport, Backend) or not on_cpu or not places.plan.buckets:
+    if core.size == 1 or type(group.transport) is not Backend or not on_cpu or not places.plan.buckets:
         return Late()
     if backend is None:
         backend = gloo_beside(core, group.get_group_store())
@@ -63,15 +63,11 @@ def made_for(
     return Early(backend, places, parameters, watch, may_begin)
 
 
-_unclosed: list[Backend] = []
-"""Kept for good: closing would wait for sums that others may never begin, or for threads that a fork has not copied."""
-
-
 def _close(backend: Backend, owner: int) -> None:
-    if backend.unfinished or os.getpid() != owner:
-        _unclosed.append(backend)
-    else:
+    if os.getpid() == owner:
         backend.close()
+    else:
+        backend.keep()  # closing would wait for threads that a fork has not copied
 
 
 class Late:

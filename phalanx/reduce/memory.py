@@ -8,9 +8,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from phalanx.group.arenas import make_arena
 from phalanx.group.process_group import PhalanxProcessGroup
 from phalanx.reduce.plan import Plan, Region
 from phalanx.transport.backend import BackendGradients
+from phalanx.transport.hosts import Hosts
 from phalanx.transport.pieces import Cut
 from phalanx.transport.protocol import Fence
 from phalanx.transport.shared_gradients import SharedGradients
@@ -136,8 +138,12 @@ def _make_store(
     core = group.core
     if kind is BackendGradients:
         return BackendGradients(group, layout, torch.device(device))
-    arena = None if core.size == 1 else core.arena(SharedGradients.bytes_needed(core.size, layout, CUT))
-    return SharedGradients(core.rank, core.size, arena, layout, CUT)
+    if core.size == 1:
+        return SharedGradients(0, 1, None, layout, CUT)
+    between = group.transport.between if isinstance(group.transport, Hosts) else None
+    most = core.size if between is None else max(map(len, between.hosts))
+    arena = make_arena(core, SharedGradients.bytes_needed(most, layout, CUT))
+    return SharedGradients(core.here.index(core.rank), len(core.here), arena, layout, CUT, between)
 
 
 def shaped(flat: torch.Tensor, form: Form) -> torch.Tensor:

@@ -93,7 +93,7 @@ class Places:
         forms = self._forms
         contributions = Contributions(self.staged, starts, self.views, lambda flat, i: shaped(flat, forms[i]))
         store.post = Posting(store, contributions).post
-        if store.common and store.size == 2:
+        if store.has_halves:
             store.halves = Halves(store, contributions)
         return contributions
 

@@ -42,6 +42,7 @@ _OPS_ON_BOOL = {
 }
 _DIRECT = {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_unclosed: list[Any] = []
 _SUMS = {Reduction.SUM, Reduction.AVG, Reduction.PREMUL_SUM}
 
 
@@ -115,8 +116,15 @@ class Backend:
                 self._finish(work, fence)
 
     def close(self) -> None:
-        """See Transport.close."""
-        self._group.shutdown()
+        """See Transport.close. A group with unfinished sums is kept: closing would wait for those of other ranks."""
+        if self.unfinished:
+            self.keep()
+        else:
+            self._group.shutdown()
+
+    def keep(self) -> None:
+        """Keep the group for good, instead of closing it."""
+        _unclosed.append(self._group)
 
     def _combined(self, flat: torch.Tensor, reduction: Reduction, root: int, fence: Fence) -> torch.Tensor:
         """The combination of `flat` of all ranks, in memory of its own; only a root may read it."""
@@ -157,8 +165,12 @@ class Backend:
 
     def begin_sum(self, total: torch.Tensor) -> Any:
         """Begin to sum `total`, of a dtype of wide_dtype(), over all ranks, in place; finish_sum() what is returned."""
+        return self.begin(total, ReduceOp.SUM)
+
+    def begin(self, total: torch.Tensor, op: Any) -> Any:
+        """As begin_sum(), with another operation that the backend knows."""
         options = dist.AllreduceOptions()
-        options.asyncOp = True
+        options.reduceOp, options.asyncOp = ReduceOp(op), True
         self.unfinished += 1
         return self._group.allreduce([torch.view_as_real(total) if total.is_complex() else total], options)
 
@@ -171,7 +183,7 @@ class Backend:
         try:
             work.wait()
         except RuntimeError:
-            fence()  # the links know which rank is gone, and say so
+            fence.look_for_lost()
             raise
 
 

@@ -28,6 +28,12 @@ class Fence(Protocol):
     def __call__(self) -> object:
         """Wait for the others."""
 
+    def on_host(self) -> None:
+        """Wait for the ranks of this host only. Every rank of the group calls it equally often."""
+
+    def look_for_lost(self) -> None:
+        """Raise what is known, or comes to be known within moments, of a rank that is gone, has failed or is late."""
+
 
 class Transport(Protocol):
     """Moves tensors between the ranks of one group."""

@@ -36,6 +36,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from phalanx.transport.arena import Arena
+from phalanx.transport.between import Between, Total
 from phalanx.transport.common_results import CommonResults
 from phalanx.transport.pieces import (
     Cut,
@@ -50,7 +51,7 @@ from phalanx.transport.pieces import (
     total_bytes,
 )
 from phalanx.transport.protocol import Fence
-from phalanx.transport.reductions import scale_into, segment, summation
+from phalanx.transport.reductions import is_narrow, scale_into, segment, summation
 
 Calls = list[Callable[[], object]]
 
@@ -79,10 +80,12 @@ class _Results(enum.Enum):
 class _Program(NamedTuple):
     """What a rank calls, by turn and piece: to add up, and to take over what others have added up.
 
-    `factor` is what contributions to all pieces but the first are posted with. `halves` says whether Halves can do it.
+    `sums` are those that go on between hosts. `factor` is what contributions to all pieces but the first are posted
+    with. `halves` says whether Halves can do it.
     """
 
     add: list[list[Calls]]
+    sums: list[list[list[Total]]]
     take: list[list[Calls]]
     factor: float
     halves: bool
@@ -104,8 +107,9 @@ class SharedGradients:
         arena: Arena | None,
         layout: Layout,
         cut: Cut,
+        between: Between | None = None,
     ) -> None:
-        self.rank, self.size, self.cut, self._layout = rank, size, cut, layout
+        self.rank, self.size, self.cut, self._layout, self._between = rank, size, cut, layout, between
         self._arena = None if arena is None else arena.memory
         self._spare: list[torch.Tensor] | None = None
         self._turn = 0
@@ -113,9 +117,9 @@ class SharedGradients:
         self._programs: dict[tuple[tuple[Span, ...], tuple[float, ...], _Results], _Program] = {}
         # The last one. Both sequences are kept, so that their identity proves that they are the same.
         self._usual: tuple[Sequence[Span], Sequence[float], _Results, _Program] | None = None
-        self.pieces = pieces_of(layout, cut if size > 1 else Cut(total_bytes(layout)))
+        self.pieces = pieces_of(layout, Cut(total_bytes(layout)) if arena is None else cut)
         self._slot_bytes = slot_bytes(self.pieces, layout)
-        self._direct = size <= cut.direct or len(self.pieces) == 1
+        self._direct = between is None and (size <= cut.direct or len(self.pieces) == 1)
         self.post: Callable[[int, int, float], None] | None = None
         self.halves: Halves | None = None
         self.aside = self.apart = self.shares = False
@@ -175,6 +179,17 @@ class SharedGradients:
         self.shares = by_all and not self.apart and self._common is not None
 
     @property
+    def first_host(self) -> Sequence[int]:
+        """The ranks that share memory with rank 0."""
+        return range(self.size) if self._between is None else self._between.hosts[0]
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether ranks are in pairs that add up halves; not where sums that go on between hosts must be wider."""
+        goes_on = self._between is None or (self._between.are_pairs and not any(is_narrow(d) for d, _ in self._layout))
+        return bool(self.common) and self.size == 2 and goes_on
+
+    @property
     def shows_common(self) -> bool:
         """Whether this rank's gradients are what all ranks share: it has not written to them."""
         return self._common is not None and not self.apart and not self._strays and self._common.shows_all()
@@ -215,6 +230,7 @@ class SharedGradients:
 
     def _reduce(self, spans: Sequence[Span], scales: Sequence[float], fence: Fence, takes: bool) -> None:
         last, direct = len(self.pieces) - 1, self._direct and not self.shares
+        between, wait = self._between, fence if self._between is None else fence.on_host
         where = self._where(takes)
         usual = self._usual
         if usual is not None and spans is usual[0] and scales is usual[1] and where is usual[2]:
@@ -227,19 +243,25 @@ class SharedGradients:
         if ahead is not None and ahead != self._ahead:
             ahead, self._turn = None, fence.step & 1
             self._post(0, self._turn, 1.0)
-            fence()
-        post, turn = self._post if halves is None else halves.post, self._turn
+            wait()
+        post, turn, begun = self._post if halves is None else halves.post, self._turn, []
         for piece in range(last + 1):
             following = fence.step & 1
             if piece < last:
                 post(piece + 1, following, program.factor)
-            if halves is not None and (piece or ahead is not None):
+            by_halves = halves is not None and (piece > 0 or ahead is not None)
+            if halves is not None and by_halves:
                 halves.add(piece, turn, program.factor)
             elif takes or not direct:
                 for call in program.add[turn][piece]:
                     call()
+            if between is not None:
+                begun += between.begin(program.sums[turn][piece], are_scaled=by_halves)
+                if piece == last or where is not _Results.COMMON:
+                    between.finish(begun, fence)
+                    begun = []
             if piece < last or not direct:
-                fence()
+                wait()
             if takes:
                 for call in program.take[turn][piece]:
                     call()
@@ -284,7 +306,7 @@ class SharedGradients:
         if found is None:
             if len(self._programs) > 50:
                 self._programs.clear()
-            add, take = [], []
+            add, sums, take = [], [], []
             factor = self._factor(scales)
             rest = tuple(scale / factor for scale in scales)
             for turn in (0, 1):
@@ -292,23 +314,26 @@ class SharedGradients:
                     self._calls(turn, piece, spans, rest if number else scales, where)
                     for number, piece in enumerate(self.pieces)
                 ]
-                add.append([calls for calls, _ in both])
-                take.append([calls for _, calls in both])
+                add.append([calls for calls, _, _ in both])
+                sums.append([totals for _, totals, _ in both])
+                take.append([calls for _, _, calls in both])
             whole = spans == tuple((region, 0, count) for region, (_, count) in enumerate(self._layout))
             alike = whole and scales == (factor,) * len(scales)
             halves = self.halves is not None and where is _Results.COMMON and alike
-            found = self._programs[(spans, scales, where)] = _Program(add, take, factor, halves)
+            found = self._programs[(spans, scales, where)] = _Program(add, sums, take, factor, halves)
         return found
 
     def _calls(
         self, turn: int, piece: Sequence[Part], spans: Sequence[Span], scales: Sequence[float], where: _Results
-    ) -> tuple[Calls, Calls]:
+    ) -> tuple[Calls, list[Total], Calls]:
         add: Calls = []
+        sums: list[Total] = []
         take: Calls = []
-        given = [scale for scale in scales if scale]
+        here = scales if self._between is None else [scales[rank] for rank in self._between.here]
+        given, everywhere = [scale for scale in here if scale], [scale for scale in scales if scale]
         results, shares = self._results(where), where is _Results.COMMON
         for part in piece:
-            slots = [self.slot(turn, part, rank) for rank, scale in enumerate(scales) if scale]
+            slots = [self.slot(turn, part, rank) for rank, scale in enumerate(here) if scale]
             for region, start, stop in spans:
                 low, high = max(start, part.start), min(stop, part.stop)
                 if region != part.region or low >= high:
@@ -322,9 +347,21 @@ class SharedGradients:
                     common = self.slot(turn, part, self.size)[low:high]
                     take.append(_copying(common, result))
                     result = common
-                first, end = segment(high - low, self.rank, self.size)
-                add += summation([slot[low + first : low + end] for slot in slots], given, result[first:end])
-        return add, take
+                first, end = self._segment(high - low)
+                parts = [slot[low + first : low + end] for slot in slots]
+                if self._between is None:
+                    add += summation(parts, given, result[first:end])
+                elif first < end:
+                    calls, total = self._between.adding(parts, given, everywhere, result[first:end])
+                    add += calls
+                    sums.append(total)
+        return add, sums, take
+
+    def _segment(self, count: int) -> tuple[int, int]:
+        """Which of `count` elements this rank adds up for the others."""
+        if self._between is not None:
+            return self._between.segment(count)
+        return segment(count, self.rank, self.size)
 
 
 _sharing: weakref.WeakSet[SharedGradients] = weakref.WeakSet()

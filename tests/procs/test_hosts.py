@@ -41,6 +41,29 @@ with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
 """
 
 
+KILLED = """
+import os, signal, sys, time
+import torch
+from torch import nn
+import phalanx
+
+phalanx.init()
+rank = phalanx.rank()
+ddp = phalanx.DistributedDataParallel(nn.Sequential(*(nn.Linear(300, 300) for _ in range(3))))
+for step in range(1000):
+    if rank == 3 and step == 20:
+        with open(f"{sys.argv[1]}/killed", "w") as file:
+            file.write(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        ddp(torch.ones(4, 300)).sum().backward()
+    except phalanx.PeerLostError as error:
+        with open(f"{sys.argv[1]}/{rank}.txt", "w") as file:
+            file.write(f"{time.time()} {error}")
+        raise
+"""
+
+
 def _ip(*arguments: str) -> bool:
     return subprocess.run(["ip", *arguments], capture_output=True, check=False).returncode == 0
 
@@ -67,23 +90,38 @@ def hosts() -> Iterator[list[str]]:
             _ip("netns", "del", name)
 
 
-def test_ranks_on_two_hosts_train_together_and_join(hosts: list[str], tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    program.write_text(PROGRAM)
+def start(hosts: list[str], program: str, folder: Path, port: int) -> list[subprocess.Popen[str]]:
+    """Run a program with two ranks on each host."""
+    file = folder / "train.py"
+    file.write_text(program)
     launch = [sys.executable, "-m", "phalanx", "run", "-n", "2", "--nnodes", "2", "--master-addr", "10.77.0.1"]
-    runs = [
+    return [
         subprocess.Popen(
-            ["ip", "netns", "exec", host, *launch, "--master-port", "29761", "--node-rank", str(node),
-             str(program), str(tmp_path)],
+            ["ip", "netns", "exec", host, *launch, "--master-port", str(port), "--node-rank", str(node), str(file),
+             str(folder)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for node, host in enumerate(hosts)
     ]  # fmt: skip
+
+
+def test_ranks_on_two_hosts_train_together_and_join(hosts: list[str], tmp_path: Path) -> None:
+    runs = start(hosts, PROGRAM, tmp_path, 29761)
     said = [run.communicate(timeout=90)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], "\n".join(said)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     for rank, result in enumerate(results):
-        assert result["transport"] == "gloo"
+        assert result["transport"] == "shared memory and gloo"
         assert result["steps"] == rank
         assert result["gathered"] == [result["gathered"][0]] * 4
         assert result["weights"] == [results[0]["weights"][0]] * 4
+
+
+def test_a_rank_that_is_killed_ends_the_ranks_of_both_hosts(hosts: list[str], tmp_path: Path) -> None:
+    runs = start(hosts, KILLED, tmp_path, 29762)
+    said = [run.communicate(timeout=90)[0] for run in runs]
+    assert all(run.returncode for run in runs), "\n".join(said)
+    killed = float((tmp_path / "killed").read_text())
+    for rank in (0, 1):  # rank 2 may be ended by its launcher before it has noticed
+        told = (tmp_path / f"{rank}.txt").read_text()
+        assert "rank 3" in told and float(told.split()[0]) - killed < 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import CollectiveTimeoutError
+from phalanx.errors import CollectiveTimeoutError, PeerFailedError
 from phalanx.status.answer import Doing, Status
 from phalanx.status.report import Report
 from phalanx.testing import run
@@ -66,6 +67,38 @@ def test_a_rank_stopped_while_data_is_on_the_wire_is_named(tmp_path: Path) -> No
     assert re.match(r"phalanx: rank 1 is late: rank [02] has waited .* in all_reduce\(5000 x float32, op=SUM\)", text)
     assert "with its data on the way over gloo" in text
     assert re.search(r"  rank 1  +is stopped by a signal", text)
+
+
+def stopped_for_good(rank: int, folder: Path) -> tuple[float, str]:
+    group = dist.new_group(pg_options="gloo", timeout=timedelta(seconds=2))
+    dist.all_reduce(torch.ones(5000), group=group)
+    if rank == 1:
+        (folder / "stopped").write_text(str(os.getpid()))
+        inner, group.transport._group = group.transport._group, None  # so that it goes no further than its tickets
+        with contextlib.suppress(AttributeError):
+            dist.all_reduce(torch.ones(5000), group=group)
+        group.transport._group = inner
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 0.0, ""
+    began = time.monotonic()
+    with pytest.raises((CollectiveTimeoutError, PeerFailedError)) as caught:
+        dist.all_reduce(torch.ones(5000), group=group)
+    taken = time.monotonic() - began
+    (folder / str(rank)).touch()
+    if rank == 0:
+        while not (folder / "2").exists():
+            time.sleep(0.01)
+        os.kill(int((folder / "stopped").read_text()), signal.SIGCONT)
+    return taken, str(caught.value)
+
+
+def test_a_rank_that_stays_stopped_is_an_error_after_one_timeout(tmp_path: Path) -> None:
+    values = run(3, stopped_for_good, tmp_path, over="processes")
+    for taken, text in (values[0], values[2]):
+        assert 1.5 < taken < 6, text
+        assert re.search(r"  rank 1  +is stopped by a signal", text)
+    # The later of the two may find the other one gone on already.
+    assert any("Timed out waiting 2000ms: rank 1 has not arrived" in text for _, text in values)
 
 
 def test_a_wait_with_a_timeout_says_who_is_late(tmp_path: Path) -> None:

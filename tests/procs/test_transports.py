@@ -17,6 +17,7 @@ import torch.distributed as dist
 from phalanx.errors import PeerLostError
 from phalanx.group import ticket
 from phalanx.group.accelerator import inner_group
+from phalanx.group.arenas import make_arena
 from phalanx.group.factory import transport_for
 from phalanx.group.group import Group
 from phalanx.group.ticket import Operation
@@ -43,7 +44,9 @@ def new_group(name: str) -> Group:
 
 def shared_memory(name: str) -> Pair:
     core = new_group(name)
-    return core, SharedMemory(core.rank, core.size, core.arena(arena_bytes(core.size, SLOT_BYTES)).memory, SLOT_BYTES)
+    return core, SharedMemory(
+        core.rank, core.size, make_arena(core, arena_bytes(core.size, SLOT_BYTES)).memory, SLOT_BYTES
+    )
 
 
 def gloo(name: str) -> Pair:
@@ -259,6 +262,9 @@ def test_a_peer_that_dies_in_the_middle_of_a_call_is_named(make: Callable, last_
             def step(self) -> int:
                 return self._fence.step
 
+            def look_for_lost(self) -> None:
+                self._fence.look_for_lost()
+
             def __call__(self) -> Any:
                 if rank == 1 and last_fence == 0:
                     os._exit(5)
@@ -306,7 +312,7 @@ def test_gradients_are_scaled_sums_and_a_rank_of_weight_zero_is_not_read(kind: s
     def program(rank: int) -> list[list[float]]:
         if kind not in ("gloo", "ring"):
             core = dist.group.WORLD.core
-            arena = core.arena(SharedGradients.bytes_needed(3, layout, cut))
+            arena = make_arena(core, SharedGradients.bytes_needed(3, layout, cut))
             store: Any = SharedGradients(rank, 3, arena, layout, cut)
             assert len(store.pieces) == (1 if kind == "one piece" else 22)
             store.aside = True  # they are where the results go
@@ -338,7 +344,7 @@ def test_results_that_all_ranks_share_and_what_each_writes_to_its_own() -> None:
 
     def program(rank: int) -> None:
         core = dist.group.WORLD.core
-        store = SharedGradients(rank, 3, core.arena(SharedGradients.bytes_needed(3, layout, cut)), layout, cut)
+        store = SharedGradients(rank, 3, make_arena(core, SharedGradients.bytes_needed(3, layout, cut)), layout, cut)
         given = [torch.empty(count, dtype=dtype) for dtype, count in layout]
 
         def post(piece: int, turn: int, factor: float) -> None:
@@ -392,7 +398,7 @@ def test_in_pieces_the_mean_is_rounded_as_in_one() -> None:
             means = []
             for cut in (Cut(), Cut(64), Cut(64, direct=1)):
                 core, layout = groups[size].core, [(dtype, count)]
-                arena = core.arena(SharedGradients.bytes_needed(size, layout, cut))
+                arena = make_arena(core, SharedGradients.bytes_needed(size, layout, cut))
                 store = SharedGradients(rank, size, arena, layout, cut)
                 store.own[0].copy_(given)
                 store.aside = True

@@ -19,6 +19,7 @@ from phalanx.reduce import early
 from phalanx.reduce.early import Early
 from phalanx.testing import generator, run
 from phalanx.testing.thread_world import seeded
+from phalanx.transport import backend
 from tests.threads.small_models import RandomScript, copied_gradients
 
 ACTIONS = ["no_sync", "weigh", "skip", "branch", "join", "raise", "write", "freeze", "reenter", "keep", "leave", "grad"]
@@ -297,8 +298,8 @@ def test_a_wrapper_is_dropped_at_once_though_others_have_not_begun_what_it_has()
         return time.perf_counter() - began
 
     assert max(run(2, program)) < 2
-    assert len(early._unclosed) == 1
-    early._unclosed.pop().close()  # rank 1 is not waited for any more: it has closed its own
+    assert len(backend._unclosed) == 1
+    backend._unclosed.pop().shutdown()  # rank 1 is not waited for any more: it has closed its own
 
 
 def test_a_model_that_changes_after_a_backward_that_raised(finished: list[tuple[int, int]]) -> None:

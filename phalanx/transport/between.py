@@ -1,0 +1,108 @@
+"""What makes sums of one host sums of all hosts, where ranks of a host share memory.
+
+The first ranks of every host, as many as the host with the fewest has, are its lanes: lane i adds up the i-th segment
+of what the ranks of its host have posted, and sums that over all hosts, with the lanes i there, through a backend. So
+a wire carries each host's sum once, in as many streams as there are lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ReduceOp
+
+from phalanx.errors import InternalError
+from phalanx.transport.backend import Backend, wide_dtype
+from phalanx.transport.protocol import Fence
+from phalanx.transport.reductions import scale_into, segment, summation, weighted_sum
+
+
+def hosts_of(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Group ranks by host, given for each rank which share its host, itself included; [] if they do not agree."""
+    hosts = sorted({tuple(sorted(each)) for each in neighbours})
+    agree = all(rank in each for rank, each in enumerate(neighbours))
+    return list(map(list, hosts)) if agree and sum(map(len, hosts)) == len(neighbours) else []
+
+
+def lanes_of(hosts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The ranks of each lane, one of every host."""
+    return [list(lane) for lane in zip(*hosts, strict=False)]
+
+
+class Total(NamedTuple):
+    """A host's sum, in `memory`; that of all hosts goes to `result`, times `scale`."""
+
+    memory: torch.Tensor
+    result: torch.Tensor
+    scale: float
+
+
+class Between:
+    """One rank's part in making sums of its host sums of all `hosts`.
+
+    `lane` is the backend of this rank's lane, in the order of the hosts; None if it is none.
+    """
+
+    def __init__(self, hosts: Sequence[Sequence[int]], rank: int, lane: Backend | None) -> None:
+        self.hosts, self._lane = hosts, lane
+        self.here = next(host for host in hosts if rank in host)
+        self.place, self._lanes = self.here.index(rank), len(lanes_of(hosts))
+        self.are_pairs = all(len(host) == 2 for host in hosts)
+
+    def segment(self, count: int) -> tuple[int, int]:
+        """Which of `count` elements, from the first to before the last, this rank adds up and sums between hosts."""
+        return segment(count, self.place, self._lanes) if self._lane is not None else (0, 0)
+
+    def reduce(self, tensor: torch.Tensor, op: Any) -> Any:
+        """Begin to reduce a segment, of a dtype of wide_dtype(), over the lane, in place; wait() for what it returns.
+
+        Every rank of the lane calls it, in one order.
+        """
+        if self._lane is None:
+            raise InternalError("a rank that is no lane begins a reduction between hosts")
+        return self._lane.begin(tensor, op)
+
+    def wait(self, work: Any, fence: Fence) -> None:
+        """Wait for a reduction that has been begun."""
+        if self._lane is not None:
+            self._lane.finish_sum(work, fence)
+
+    def adding(
+        self, parts: Sequence[torch.Tensor], scales: Sequence[float], everywhere: Sequence[float], result: torch.Tensor
+    ) -> tuple[list[Callable[[], object]], Total]:
+        """Return what adds up a segment on this host, and the total that begin() takes then.
+
+        `parts` are of the ranks here whose scale is not zero, `scales` theirs, `everywhere` those of all ranks. Equal
+        ones are applied to the sum of all hosts, so that it is rounded once; narrow numbers travel as wider ones.
+        """
+        alike = len(set(everywhere)) == 1
+        given, left = ([1.0] * len(scales), everywhere[0]) if alike else (scales, 1.0)
+        wide = wide_dtype(result.dtype)
+        if wide is result.dtype:
+            return summation(parts, given, result), Total(result, result, left)
+        memory = torch.empty(result.shape, dtype=wide)
+        return [partial(_add_wide, parts, given, memory)], Total(memory, result, left)
+
+    def begin(self, totals: Sequence[Total], are_scaled: bool) -> list[tuple[Any, Total]]:
+        """Begin to sum what has been added up; `are_scaled` says that it has its scale already."""
+        if are_scaled:
+            totals = [total._replace(scale=1.0) for total in totals]
+        return [(self.reduce(total.memory, ReduceOp.SUM), total) for total in totals]
+
+    def finish(self, begun: Sequence[tuple[Any, Total]], fence: Fence) -> None:
+        """Wait for sums, and write the results."""
+        for work, total in begun:
+            self.wait(work, fence)
+            scale_into(total.memory, total.scale, total.result)
+
+    def close(self) -> None:
+        """Close the lane."""
+        if self._lane is not None:
+            self._lane.close()
+
+
+def _add_wide(parts: Sequence[torch.Tensor], scales: Sequence[float], out: torch.Tensor) -> None:
+    weighted_sum([part.to(out.dtype) for part in parts], scales, out)
