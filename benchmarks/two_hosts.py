@@ -3,8 +3,8 @@
     python benchmarks/two_hosts.py [--rate 1gbit] [--per-host 1] [--models resnet,gpt] [--rounds 8]
 
 The hosts are network namespaces of this machine, made for the time of the measurement; that takes root. Each has
-`--per-host` ranks, and what it sends is held to `--rate`. Local steps, torch's DDP and Phalanx take turns in the same processes.
-Given are medians in milliseconds, and the ratio of the steps of Phalanx to those of torch.
+`--per-host` ranks, and what it sends is held to `--rate`. Local steps, torch's DDP and Phalanx take turns in the same
+processes. Given are medians in milliseconds, and the ratio of the steps of Phalanx to those of torch.
 """
 
 from __future__ import annotations

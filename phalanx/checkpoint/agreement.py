@@ -126,8 +126,7 @@ class Ranks:
     def _exchange(self, payload: bytes) -> list[bytes]:
         if self._group is None:
             return [payload]
-        self._group.drain()
-        answers = self._group.core.exchange(payload, self.call)
+        answers = self._group.exchange(payload, self.call)
         for peer, answer in enumerate(answers):
             if not answer:
                 raise MisuseError(

@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from phalanx.data.history import History
 from phalanx.errors import MisuseError, RankMismatchError
-from phalanx.group.group import Group
-from phalanx.group.process_group import for_process_group
+from phalanx.group.process_group import PhalanxProcessGroup, for_process_group
 
 State = dict[str, Any]
 
@@ -108,7 +107,7 @@ def gathered(part: State, absent: Callable[[int], State], group: dist.ProcessGro
             "state_dict(group) with the group of these ranks, or load_state_dict([...]) later with every rank's "
             "local_state_dict()", part["rank"],
         )  # fmt: skip
-    answers = _core(group).exchange(json.dumps(part).encode(), "state_dict() of a sampler")
+    answers = _group(group).exchange(json.dumps(part).encode(), "state_dict() of a sampler")
     return together([json.loads(answer) if answer else absent(rank) for rank, answer in enumerate(answers)])
 
 
@@ -119,7 +118,7 @@ def agree_on_order(order: str, epoch: int, ranks: int, rank: int) -> None:
     """
     if ranks == 1 or not dist.is_initialized() or dist.get_world_size() != ranks:
         return
-    answers = _core(None).exchange(f"{epoch}/{order}".encode(), "a comparison of the order of the data")
+    answers = _group(None).exchange(f"{epoch}/{order}".encode(), "a comparison of the order of the data")
     said = [answer.decode() for answer in answers]
     if len(set(filter(None, said))) > 1:
         calls = {r: "epoch {} in order {}".format(*answer.split("/")) for r, answer in enumerate(said) if answer}
@@ -130,11 +129,9 @@ def agree_on_order(order: str, epoch: int, ranks: int, rank: int) -> None:
         )  # fmt: skip
 
 
-def _core(group: dist.ProcessGroup | None) -> Group:
+def _group(group: dist.ProcessGroup | None) -> PhalanxProcessGroup:
     process_group = dist.group.WORLD if group is None else group
-    ours = for_process_group(cast(dist.ProcessGroup, process_group), "agreements")
-    ours.drain()  # asynchronous collectives come first, on every rank
-    return ours.core
+    return for_process_group(cast(dist.ProcessGroup, process_group), "agreements")
 
 
 def _compare(parts: Sequence[Mapping[str, Any]]) -> None:

@@ -7,7 +7,6 @@ order, once or several times, by destroy_process_group or by nobody.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections import Counter
@@ -29,10 +28,11 @@ from phalanx.group.autoload import NAME
 from phalanx.group.collectives import Collectives
 from phalanx.group.group import Group
 from phalanx.group.links import Switchboard
-from phalanx.group.messages import Messages, checked_tag
+from phalanx.group.messages import checked_tag
+from phalanx.group.parts import Parts
 from phalanx.group.slow import who_is_late
 from phalanx.group.ticket import Operation
-from phalanx.group.works import DoneWork, ManyWorks, PendingWork, Worker, seconds_of
+from phalanx.group.works import DoneWork, ManyWorks, PendingWork, seconds_of
 from phalanx.launch.environment import variable
 from phalanx.transport.hosts import Hosts
 from phalanx.transport.protocol import Transport
@@ -63,13 +63,13 @@ class Adapter(dist.ProcessGroup):
         self.collectives = Collectives(core, transport)
         self.names: Counter[str] = Counter()
         self._store = store
-        self._ends = _Ends(core, transport, Accelerator(core, store), owns_board)
-        self._worker, self._messages = self._ends.worker, self._ends.messages
+        self._parts = Parts(core, transport, Accelerator(core, store), owns_board)
+        self._worker, self._messages = self._parts.worker, self._parts.messages
         self._checked: set[tuple[torch.dtype, Reduction]] = set()
         self._coalesced: list[Any] | None = None
         self._count = 0
         self._name, self._description = core.name, "undefined"
-        self._finalizer = weakref.finalize(self, self._ends.close, "the process group is no more")
+        self._finalizer = weakref.finalize(self, self._parts.close, "the process group is no more")
         self._finalizer.atexit = False  # at exit the links say farewell themselves
 
     # -- running calls -------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Adapter(dist.ProcessGroup):
     def _accelerated(self, result: Sequence[Tensor], wire: bytes | None, nccl: Nccl) -> Work:
         if self._worker.pending:
             self._worker.drain()
-        work = self._ends.accelerator.call(nccl[0], wire, nccl[1:])
+        work = self._parts.accelerator.call(nccl[0], wire, nccl[1:])
         if work is None:
             work = DoneWork()
             work.tensors = result
@@ -150,6 +150,11 @@ class Adapter(dist.ProcessGroup):
         """Wait until every asynchronous collective has run, so that this thread's is next on all ranks."""
         if self._worker.pending:
             self._worker.drain()
+
+    def exchange(self, payload: bytes, call: str) -> list[bytes]:
+        """Give `payload` to every rank after all asynchronous collectives; see Group.exchange."""
+        self.drain()
+        return self.core.exchange(payload, call)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
@@ -203,7 +208,7 @@ class Adapter(dist.ProcessGroup):
     @property
     def closed(self) -> str:
         """Why the group is closed; empty while it is open."""
-        return self._ends.closed
+        return self._parts.closed
 
     @property
     def shares_memory(self) -> bool:
@@ -212,7 +217,7 @@ class Adapter(dist.ProcessGroup):
 
     def transport_for(self, device: torch.device) -> Transport:
         """The transport for tensors of a device."""
-        return self.transport if device.type == "cpu" else self._ends.accelerator.transport()
+        return self.transport if device.type == "cpu" else self._parts.accelerator.transport()
 
     def announce_failure(self, error: BaseException) -> None:
         """Tell every rank that this one has raised `error`."""
@@ -288,38 +293,9 @@ class Adapter(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Close the group. Harmless when repeated; other ranks are told that this one leaves."""
         self._finalizer.detach()
-        self._ends.close(_SHUT_DOWN)
+        self._parts.close(_SHUT_DOWN)
 
     abort = shutdown
-
-
-class _Ends:
-    """All that has to be closed with a group; apart from it, so that closing needs no group."""
-
-    def __init__(self, core: Group, transport: Transport, accelerator: Accelerator, owns_board: bool) -> None:
-        self.core, self.transport, self.accelerator, self.owns_board = (
-            core,
-            transport,
-            accelerator,
-            owns_board,
-        )
-        self.worker = Worker(f"phalanx collectives of group {core.name}")
-        self.messages = Messages(core)
-        self.closed = ""
-        self._owner = os.getpid()
-
-    def close(self, reason: str) -> None:
-        """Close everything, in the process that has made it."""
-        if self.closed or self._owner != os.getpid():
-            return
-        self.closed = reason
-        if self.owns_board:
-            self.core.board.leave(reason)  # first, so that threads that wait on the links end
-        self.worker.stop(reason)
-        self.messages.close(reason)
-        self.accelerator.close()
-        self.transport.close()
-        self.core.close()
 
 
 _Made = TypeVar("_Made", bound=Adapter)

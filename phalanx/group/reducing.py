@@ -35,7 +35,7 @@ class Reducing(Adapter):
         if (
             type(opts) is AllreduceOptions
             and len(tensors) == 1
-            and not (self._worker.pending or self._coalesced is not None or self._ends.closed or self.board.closed)
+            and not (self._worker.pending or self._coalesced is not None or self._parts.closed or self.board.closed)
             and not opts.asyncOp
             and opts.timeout == _UNSET
             and not profiling.is_on()

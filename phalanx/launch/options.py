@@ -64,14 +64,16 @@ class Options:
             for local_rank in range(self.ranks)
         ]
 
-    def header(self, host: str) -> str:
+    def header(self, host: str, cores: int) -> str:
         """The line that says what is being started."""
-        ranks, threads = _count(self.ranks, "rank"), _count(self.threads, "thread")
+        ranks, threads = _count(self.ranks, "rank"), f"{_count(self.threads, 'thread')} per rank"
+        if self.ranks * self.threads > cores:
+            threads += f" (more than the {cores} cores)" if cores > 1 else " (on one core)"
         if self.num_nodes == 1:
-            return f"phalanx: {ranks} on 1 host ({host}), {threads} per rank\n"
+            return f"phalanx: {ranks} on 1 host ({host}), {threads}\n"
         return (
             f"phalanx: {ranks} of {self.world_size} on {host} (host {self.node_rank} of {self.num_nodes}), "
-            f"{threads} per rank, meeting at {self.master_addr}:{self.master_port}\n"
+            f"{threads}, meeting at {self.master_addr}:{self.master_port}\n"
         )
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from phalanx.launch import bootstrap, drop_in, environment, ports, report
+from phalanx.launch import bootstrap, drop_in, environment, machine, ports, report
 from phalanx.launch.cli import USAGE_ERROR
 from phalanx.launch.console import Console
 from phalanx.launch.course import Course, Phase
@@ -83,7 +83,7 @@ def run(options: Options) -> int:
     supervisor = _supervisor(course, console)
     began, kills = time.monotonic(), MemoryKills.now()
     try:
-        console.say(options.header(host))
+        console.say(options.header(host, machine.cores()))
         with _caught(interrupts, supervisor):
             places = options.places(port, run_id)
             logs = _logs(options.log_dir, places)

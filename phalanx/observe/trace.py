@@ -143,8 +143,7 @@ class Trace:
             return [value]
         group = dist.group.WORLD
         if isinstance(group, PhalanxProcessGroup):
-            group.drain()
-            return [json.loads(each) for each in group.core.exchange(json.dumps(value).encode(), "phalanx.trace()")]
+            return [json.loads(each) for each in group.exchange(json.dumps(value).encode(), "phalanx.trace()")]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values

@@ -27,9 +27,8 @@ def stop_if(condition: object, group: dist.ProcessGroup | None = None) -> bool:
     ours = _group(group)
     if ours is None:
         return bool(condition)
-    return any(
-        answer == b"\x01" for answer in ours.core.exchange(b"\x01" if condition else b"\x00", "phalanx.stop_if()")
-    )
+    answers = ours.exchange(b"\x01" if condition else b"\x00", "phalanx.stop_if()")
+    return b"\x01" in answers
 
 
 def mean(value: float | torch.Tensor, n: float = 1, group: dist.ProcessGroup | None = None) -> float:
@@ -41,7 +40,7 @@ def mean(value: float | torch.Tensor, n: float = 1, group: dist.ProcessGroup | N
     number = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
     mine = _PAIR.pack(number * n if n else 0.0, float(n))
     ours = _group(group)
-    answers = [mine] if ours is None else ours.core.exchange(mine, "phalanx.mean()")
+    answers = [mine] if ours is None else ours.exchange(mine, "phalanx.mean()")
     pairs = [_PAIR.unpack(answer) for answer in answers if answer]
     items = sum(count for _, count in pairs)
     return sum(total for total, _ in pairs) / items if items else float("nan")
@@ -85,6 +84,4 @@ def _group(group: dist.ProcessGroup | None) -> PhalanxProcessGroup | None:
         if not dist.is_initialized():
             return None
         group = cast(dist.ProcessGroup, dist.group.WORLD)
-    ours = for_process_group(group, "agreements")
-    ours.drain()  # asynchronous collectives come first, on every rank
-    return ours
+    return for_process_group(group, "agreements")

@@ -178,8 +178,7 @@ class Layers(Wrapped):
         mine = [None if p.grad is None else _norm(p.grad) for p in self._reducer.parameters]
         shown = "\n".join("-" if norm is None else f"{norm:.5g}" for norm in mine)
         nothing = ["-"] * len(mine)
-        self._group.drain()
-        said = self._group.core.exchange(shown.encode(), "ddp.explain(norms=True)")
+        said = self._group.exchange(shown.encode(), "ddp.explain(norms=True)")
         return [text.decode().split("\n") if text else nothing for text in said]
 
 

@@ -33,8 +33,7 @@ def tell_all(call: str, record: Any) -> list[Any]:
             )
         return [record]
     group = for_process_group(cast(dist.ProcessGroup, dist.group.WORLD), call)
-    group.drain()
-    answers = group.core.exchange(json.dumps(record).encode(), call)
+    answers = group.exchange(json.dumps(record).encode(), call)
     return [json.loads(answer) if answer else None for answer in answers]
 
 

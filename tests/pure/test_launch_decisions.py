@@ -398,3 +398,12 @@ def test_a_blocked_reader_does_not_hold_the_launcher_for_ever() -> None:
     os.close(read_end)
     os.close(write_end)
     assert len(asked) == 2
+
+
+def test_the_header_tells_of_more_threads_than_cores(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    given = options.parse(["-n", "3", "--threads", "2", str(script)])
+    assert given.header("host", 6) == "phalanx: 3 ranks on 1 host (host), 2 threads per rank\n"
+    assert given.header("host", 4) == "phalanx: 3 ranks on 1 host (host), 2 threads per rank (more than the 4 cores)\n"
+    assert given.header("host", 1).endswith("2 threads per rank (on one core)\n")
