@@ -203,12 +203,14 @@ class Group:
         self.sequence += 1
         self._round(COMMIT, b"", None, self.near)
 
-    def look_for_lost(self) -> None:
-        """Raise what the links know, or learn within moments, of a rank that is gone or has failed, or is too late."""
-        until = time.monotonic() + _EXPLAIN_SECONDS
+    def look_for_lost(self, seconds: float = _EXPLAIN_SECONDS) -> None:
+        """See Fence."""
+        until = time.monotonic() + seconds
+        self.board.wait_for_news(self.links, 0.0, self)
         while (left := until - time.monotonic()) > 0:
             self.board.wait_for_news(self.links, left, self)
-        give_up(self)
+        if seconds:
+            give_up(self)
 
     def posting_fence(self) -> None:
         """The fence after tickets of which some only follow: those learn from the tickets what to post.
@@ -308,9 +310,9 @@ class _Fences:
         """See Fence."""
         self._group.fence_on_host()
 
-    def look_for_lost(self) -> None:
+    def look_for_lost(self, seconds: float = _EXPLAIN_SECONDS) -> None:
         """See Fence."""
-        self._group.look_for_lost()
+        self._group.look_for_lost(seconds)
 
 
 class Collective(_Fences):

@@ -140,9 +140,9 @@ class TracedCollective:
         """As of the collective."""
         self._fence.on_host()
 
-    def look_for_lost(self) -> None:
+    def look_for_lost(self, *seconds: float) -> None:
         """As of the collective."""
-        self._fence.look_for_lost()
+        self._fence.look_for_lost(*seconds)
 
 
 def plain(value: Any) -> Any:

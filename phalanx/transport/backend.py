@@ -12,6 +12,7 @@ Tickets are compared before the backend is called, since its calls have no way b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ _OPS_ON_BOOL = {
 }
 _DIRECT = {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_LOOK_AFTER = timedelta(seconds=0.5)
 _unclosed: list[Any] = []
 _SUMS = {Reduction.SUM, Reduction.AVG, Reduction.PREMUL_SUM}
 
@@ -50,8 +52,8 @@ class Backend:
     """The transport over `group`, a c10d process group of the same ranks."""
 
     def __init__(self, group: Any, name: str = "gloo") -> None:
-        self.name = name
-        self._group = group
+        self.name, self._group = name, group
+        self._looks = name != "nccl"  # whose works end no wait early
         self._rank, self.size = group.rank(), group.size()
         self.unfinished = 0  # sums
 
@@ -113,7 +115,7 @@ class Backend:
             works = [self._group._end_coalescing(device)]
         for work in works:
             if work is not None:
-                self._finish(work, fence)
+                self._wait(work, fence)  # messages can be waited for only once
 
     def close(self) -> None:
         """See Transport.close. A group with unfinished sums is kept: closing would wait for those of other ranks."""
@@ -180,6 +182,14 @@ class Backend:
         self.unfinished -= 1
 
     def _finish(self, work: Any, fence: Fence) -> None:
+        while self._looks and not work.is_completed():
+            try:
+                work.wait(_LOOK_AFTER)
+            except RuntimeError:  # it is not done, or has failed; a rank that is gone may be none that it waits for
+                fence.look_for_lost(0.0)
+        self._wait(work, fence)
+
+    def _wait(self, work: Any, fence: Fence) -> None:
         try:
             work.wait()
         except RuntimeError:

@@ -7,8 +7,7 @@ a wire carries each host's sum once, in as many streams as there are lanes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed import ReduceOp
 from phalanx.errors import InternalError
 from phalanx.transport.backend import Backend, wide_dtype
 from phalanx.transport.protocol import Fence
-from phalanx.transport.reductions import scale_into, segment, summation, weighted_sum
+from phalanx.transport.reductions import scale_into, segment, summation
 
 
 def hosts_of(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -32,12 +31,28 @@ def lanes_of(hosts: Sequence[Sequence[int]]) -> list[list[int]]:
     return [list(lane) for lane in zip(*hosts, strict=False)]
 
 
-class Total(NamedTuple):
-    """A host's sum, in `memory`; that of all hosts goes to `result`, times `scale`."""
+class Sum(NamedTuple):
+    """What one rank adds up on its host: scales x parts. The sum of all hosts goes to `result`, times `left`."""
 
-    memory: torch.Tensor
+    parts: Sequence[torch.Tensor]
+    scales: Sequence[float]
     result: torch.Tensor
-    scale: float
+    left: float
+
+    def add(self) -> torch.Tensor:
+        """Add up, in memory of a dtype that a backend sums: the result's own, or wider one."""
+        wide = wide_dtype(self.result.dtype)
+        if wide is self.result.dtype:
+            parts, memory = self.parts, self.result
+        else:
+            parts, memory = [part.to(wide) for part in self.parts], torch.empty(self.result.shape, dtype=wide)
+        for call in summation(parts, self.scales, memory):
+            call()
+        return memory
+
+
+Begun = tuple[Any, torch.Tensor, torch.Tensor, float]
+"""A sum on its way, where it comes to be, and what it is to be written to, times what."""
 
 
 class Between:
@@ -70,39 +85,33 @@ class Between:
         if self._lane is not None:
             self._lane.finish_sum(work, fence)
 
-    def adding(
+    def sum(
         self, parts: Sequence[torch.Tensor], scales: Sequence[float], everywhere: Sequence[float], result: torch.Tensor
-    ) -> tuple[list[Callable[[], object]], Total]:
-        """Return what adds up a segment on this host, and the total that begin() takes then.
+    ) -> Sum:
+        """Return what begin() takes for a segment.
 
         `parts` are of the ranks here whose scale is not zero, `scales` theirs, `everywhere` those of all ranks. Equal
         ones are applied to the sum of all hosts, so that it is rounded once; narrow numbers travel as wider ones.
         """
-        alike = len(set(everywhere)) == 1
-        given, left = ([1.0] * len(scales), everywhere[0]) if alike else (scales, 1.0)
-        wide = wide_dtype(result.dtype)
-        if wide is result.dtype:
-            return summation(parts, given, result), Total(result, result, left)
-        memory = torch.empty(result.shape, dtype=wide)
-        return [partial(_add_wide, parts, given, memory)], Total(memory, result, left)
+        if len(set(everywhere)) == 1:
+            return Sum(parts, [1.0] * len(scales), result, everywhere[0])
+        return Sum(parts, scales, result, 1.0)
 
-    def begin(self, totals: Sequence[Total], are_scaled: bool) -> list[tuple[Any, Total]]:
-        """Begin to sum what has been added up; `are_scaled` says that it has its scale already."""
-        if are_scaled:
-            totals = [total._replace(scale=1.0) for total in totals]
-        return [(self.reduce(total.memory, ReduceOp.SUM), total) for total in totals]
+    def begin(self, sums: Sequence[Sum], are_there: bool) -> list[Begun]:
+        """Add up on this host, and begin to sum that between hosts; if `are_there`, the results hold it, scaled."""
+        begun = []
+        for each in sums:
+            memory = each.result if are_there else each.add()
+            begun.append((self.reduce(memory, ReduceOp.SUM), memory, each.result, 1.0 if are_there else each.left))
+        return begun
 
-    def finish(self, begun: Sequence[tuple[Any, Total]], fence: Fence) -> None:
+    def finish(self, begun: Sequence[Begun], fence: Fence) -> None:
         """Wait for sums, and write the results."""
-        for work, total in begun:
+        for work, total, result, left in begun:
             self.wait(work, fence)
-            scale_into(total.memory, total.scale, total.result)
+            scale_into(total, left, result)
 
     def close(self) -> None:
         """Close the lane."""
         if self._lane is not None:
             self._lane.close()
-
-
-def _add_wide(parts: Sequence[torch.Tensor], scales: Sequence[float], out: torch.Tensor) -> None:
-    weighted_sum([part.to(out.dtype) for part in parts], scales, out)

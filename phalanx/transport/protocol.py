@@ -31,8 +31,11 @@ class Fence(Protocol):
     def on_host(self) -> None:
         """Wait for the ranks of this host only. Every rank of the group calls it equally often."""
 
-    def look_for_lost(self) -> None:
-        """Raise what is known, or comes to be known within moments, of a rank that is gone, has failed or is late."""
+    def look_for_lost(self, seconds: float = 2.0) -> None:
+        """Raise what is known, or comes to be known within `seconds`, of a rank that is gone or has failed.
+
+        After some seconds also what is known of a rank that is late, if the group's timeout has passed.
+        """
 
 
 class Transport(Protocol):

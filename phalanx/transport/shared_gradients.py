@@ -36,7 +36,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from phalanx.transport.arena import Arena
-from phalanx.transport.between import Between, Total
+from phalanx.transport.between import Between, Sum
 from phalanx.transport.common_results import CommonResults
 from phalanx.transport.pieces import (
     Cut,
@@ -80,12 +80,12 @@ class _Results(enum.Enum):
 class _Program(NamedTuple):
     """What a rank calls, by turn and piece: to add up, and to take over what others have added up.
 
-    `sums` are those that go on between hosts. `factor` is what contributions to all pieces but the first are posted
-    with. `halves` says whether Halves can do it.
+    `sums` take the place of `add` with several hosts. `factor` is what contributions to all pieces but the first are
+    posted with. `halves` says whether Halves can do it.
     """
 
     add: list[list[Calls]]
-    sums: list[list[list[Total]]]
+    sums: list[list[list[Sum]]]
     take: list[list[Calls]]
     factor: float
     halves: bool
@@ -256,7 +256,7 @@ class SharedGradients:
                 for call in program.add[turn][piece]:
                     call()
             if between is not None:
-                begun += between.begin(program.sums[turn][piece], are_scaled=by_halves)
+                begun += between.begin(program.sums[turn][piece], are_there=by_halves)
                 if piece == last or where is not _Results.COMMON:
                     between.finish(begun, fence)
                     begun = []
@@ -315,7 +315,7 @@ class SharedGradients:
                     for number, piece in enumerate(self.pieces)
                 ]
                 add.append([calls for calls, _, _ in both])
-                sums.append([totals for _, totals, _ in both])
+                sums.append([between for _, between, _ in both])
                 take.append([calls for _, _, calls in both])
             whole = spans == tuple((region, 0, count) for region, (_, count) in enumerate(self._layout))
             alike = whole and scales == (factor,) * len(scales)
@@ -325,9 +325,9 @@ class SharedGradients:
 
     def _calls(
         self, turn: int, piece: Sequence[Part], spans: Sequence[Span], scales: Sequence[float], where: _Results
-    ) -> tuple[Calls, list[Total], Calls]:
+    ) -> tuple[Calls, list[Sum], Calls]:
         add: Calls = []
-        sums: list[Total] = []
+        sums: list[Sum] = []
         take: Calls = []
         here = scales if self._between is None else [scales[rank] for rank in self._between.here]
         given, everywhere = [scale for scale in here if scale], [scale for scale in scales if scale]
@@ -352,9 +352,7 @@ class SharedGradients:
                 if self._between is None:
                     add += summation(parts, given, result[first:end])
                 elif first < end:
-                    calls, total = self._between.adding(parts, given, everywhere, result[first:end])
-                    add += calls
-                    sums.append(total)
+                    sums.append(self._between.sum(parts, given, everywhere, result[first:end]))
         return add, sums, take
 
     def _segment(self, count: int) -> tuple[int, int]:

@@ -262,8 +262,8 @@ def test_a_peer_that_dies_in_the_middle_of_a_call_is_named(make: Callable, last_
             def step(self) -> int:
                 return self._fence.step
 
-            def look_for_lost(self) -> None:
-                self._fence.look_for_lost()
+            def look_for_lost(self, *seconds: float) -> None:
+                self._fence.look_for_lost(*seconds)
 
             def __call__(self) -> Any:
                 if rank == 1 and last_fence == 0:
