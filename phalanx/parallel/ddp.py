@@ -31,6 +31,7 @@ from phalanx.parallel.options import DEFAULT_BUCKET_MB, Options, buffer_sync, ch
 from phalanx.parallel.structure import Structure
 from phalanx.parallel.torch_surface import TorchSurface
 from phalanx.parallel.uneven import Uneven
+from phalanx.parallel.wrapped import attribute_of_module
 from phalanx.reduce.backward import current_task
 from phalanx.reduce.bucket import HookRunner
 from phalanx.reduce.model import sparse_parameters
@@ -326,7 +327,7 @@ class DistributedDataParallel(Uneven, Layers, Guarded, TorchSurface, _TorchDDP):
         except AttributeError:
             if name.startswith("__") or "_modules" not in self.__dict__ or "module" not in self._modules:
                 raise
-            return getattr(self._modules["module"], name)
+            return attribute_of_module(self, self._modules["module"], name)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the wrapped or of the plain model (with or without the `module.` prefix)."""

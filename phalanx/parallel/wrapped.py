@@ -52,3 +52,14 @@ class Wrapped(nn.Module):
     _join_config: Any
     _authoritative_rank: int
     _sync_final_model: Callable[[int], None]
+
+
+def attribute_of_module(wrapper: nn.Module, module: nn.Module, name: str) -> Any:
+    """Return an attribute of the wrapped module that its wrapper lacks; if the module lacks it too, say so of both."""
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        if error.name != name or error.obj is not module:
+            raise  # it has the attribute, which lacks another
+    text = f"{type(wrapper).__name__!r} object has no attribute {name!r}, nor has the {type(module).__name__} in it"
+    raise AttributeError(text, name=name, obj=wrapper) from None

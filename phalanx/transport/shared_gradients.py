@@ -59,6 +59,11 @@ _LIKE_FLOAT32 = (torch.float32, torch.float64, torch.bfloat16)
 """Dtypes of so many exponents that halving a gradient loses nothing."""
 
 
+_KEPT_EQUAL, _KEPT_DIFFERENT = 16, 2
+"""How many programs of each kind are kept. Different scales rarely come again. A program is small, but made while the
+memory of the last gradients is free: the allocator puts it there, and each one kept costs that much memory."""
+
+
 class Halves(Protocol):
     """What one of two ranks does that share results, of a reduction with all of its gradients and equal scales."""
 
@@ -101,13 +106,7 @@ class SharedGradients:
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        arena: Arena | None,
-        layout: Layout,
-        cut: Cut,
-        between: Between | None = None,
+        self, rank: int, size: int, arena: Arena | None, layout: Layout, cut: Cut, between: Between | None = None
     ) -> None:
         self.rank, self.size, self.cut, self._layout, self._between = rank, size, cut, layout, between
         self._arena = None if arena is None else arena.memory
@@ -304,8 +303,7 @@ class SharedGradients:
     def _program(self, spans: tuple[Span, ...], scales: tuple[float, ...], where: _Results) -> _Program:
         found = self._programs.get((spans, scales, where))
         if found is None:
-            if len(self._programs) > 50:
-                self._programs.clear()
+            self._forget_some(equal=len(set(scales)) == 1)
             add, sums, take = [], [], []
             factor = self._factor(scales)
             rest = tuple(scale / factor for scale in scales)
@@ -322,6 +320,13 @@ class SharedGradients:
             halves = self.halves is not None and where is _Results.COMMON and alike
             found = self._programs[(spans, scales, where)] = _Program(add, sums, take, factor, halves)
         return found
+
+    def _forget_some(self, equal: bool) -> None:
+        """Make room for a program of equal or different scales."""
+        found = [key for key in self._programs if (len(set(key[1])) == 1) == equal]
+        if len(found) >= (_KEPT_EQUAL if equal else _KEPT_DIFFERENT):
+            for key in found:
+                del self._programs[key]
 
     def _calls(
         self, turn: int, piece: Sequence[Part], spans: Sequence[Span], scales: Sequence[float], where: _Results

@@ -301,3 +301,14 @@ def test_a_forked_process_keeps_the_gradients_that_it_has_found(ways: list[bool]
 
     run(2, program)
     assert ways == [True] * 4
+
+
+def test_weights_that_are_new_in_each_step_leave_little_behind() -> None:
+    def program(rank: int) -> int:
+        model = model_of(0)
+        for at in range(20):
+            model.zero_grad()
+            model.weigh(model(torch.ones(2, 6)).mean(), at + 3 * rank + 1).backward()
+        return len(model._reducer.places.memory.shared._programs)
+
+    assert max(run(2, program)) <= 3

@@ -53,8 +53,9 @@ def test_it_is_torchs_class_and_a_module():
 def test_attributes_methods_and_properties_of_the_module_are_reached():
     def program(rank: int) -> tuple:
         model = ddp(Named())
-        with pytest.raises(AttributeError, match="nothing_of_this_name"):
-            _ = model.nothing_of_this_name
+        with pytest.raises(AttributeError, match="no attribute 'wiegh', nor has the Named in it") as caught:
+            _ = model.wiegh
+        assert caught.value.obj is model  # so that Python can say what was meant
         return model.width, model.twice, model.describe(word="w"), model.seen.item(), hasattr(model, "missing")
 
     assert same_on_all(2, program) == (7, 14, "w7", 0.0, False)
