@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx import PeerFailedError, clip_grad_norm_
+from phalanx import CollectiveTimeoutError, PeerFailedError, clip_grad_norm_
 from phalanx.reduce import memory
 from phalanx.testing import generator, run
 from phalanx.testing.thread_world import seeded
@@ -215,3 +215,19 @@ def test_a_rank_that_fails_ends_all_others_at_once(sizes: tuple[int, ...]) -> No
         return time.perf_counter() - began
 
     assert max(run(size, program)) < 2
+
+
+@pytest.mark.parametrize("sizes", [(2, 2)])
+def test_a_rank_that_is_late_on_its_host_is_named_alone(sizes: tuple[int, ...]) -> None:
+    line = threading.Barrier(4)
+
+    def program(rank: int) -> None:
+        core = dist.group.WORLD.core
+        if rank == 0:
+            core.timeout = 0.3
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                core.fence_on_host()
+            assert caught.value.missing == [1]
+        line.wait(20)
+
+    run(4, program)
