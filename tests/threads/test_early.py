@@ -51,9 +51,9 @@ def finished(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]
 class Layers(nn.Module):
     """Three layers of about 3 KiB each; `part` leaves out the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = True) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(20, 30), nn.Linear(30, 30), nn.Linear(30, 20)
+        self.a, self.b, self.c = nn.Linear(20, 30, bias), nn.Linear(30, 30, bias), nn.Linear(30, 20, bias)
         self.part = self.reenters = self.raises = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,9 +72,9 @@ def _double(parameter: nn.Parameter) -> None:
     parameter.grad.mul_(2)
 
 
-def model_of(seed: int = 0) -> Any:
+def model_of(seed: int = 0, bias: bool = True) -> Any:
     with seeded(seed):
-        layers = Layers()
+        layers = Layers(bias)
     return DistributedDataParallel(layers, bucket_cap_mb=0.002)  # a bucket for each layer
 
 
@@ -260,8 +260,11 @@ def test_what_was_begun_for_nothing(
             assert all(map(torch.equal, a, b))
 
 
+@pytest.mark.parametrize("bias", [True, False])  # without, each bucket is one parameter
 @pytest.mark.parametrize("through", ["data", "numpy"])
-def test_what_a_hook_of_a_parameter_writes_without_a_trace(through: str, finished: list[tuple[int, int]]) -> None:
+def test_what_a_hook_of_a_parameter_writes_without_a_trace(
+    through: str, bias: bool, finished: list[tuple[int, int]]
+) -> None:
     def halve(parameter: nn.Parameter) -> None:
         if through == "data":
             parameter.grad.data.mul_(0.5)
@@ -269,7 +272,7 @@ def test_what_a_hook_of_a_parameter_writes_without_a_trace(through: str, finishe
             parameter.grad.numpy()[...] *= 0.5
 
     def program(rank: int, hooked: bool) -> list[list[Tensor | None]]:
-        model = model_of()
+        model = model_of(bias=bias)
         first = steps(rank, model, 2)
         for parameter in model.parameters() if hooked else ():  # behind the hooks of Phalanx
             parameter.register_post_accumulate_grad_hook(halve)
