@@ -240,6 +240,18 @@ def rewritten(model: Any, rank: int, at: int, x: Tensor) -> bool:
     return at == 2 and rank == 1
 
 
+def replaced(model: Any, rank: int, at: int, x: Tensor) -> bool:
+    if at == 2 and rank == 1:
+
+        def hook(gradient: Tensor) -> None:
+            model.module.c.weight.grad = torch.ones(20, 30)
+
+        handle = model.module.a.bias.register_hook(hook)
+        model(x).square().mean().backward()
+        handle.remove()
+    return at == 2 and rank == 1
+
+
 @pytest.mark.parametrize(
     ("before", "expected"),
     [
@@ -247,6 +259,7 @@ def rewritten(model: Any, rank: int, at: int, x: Tensor) -> bool:
         (raised, [(0, 0), (3, 3), (1, 0), (0, 0), (3, 3), (3, 3)]),
         (local_around_backward, [(0, 0)] + 5 * [(3, 3)]),
         (rewritten, [(0, 0), (3, 3), (3, 0), (0, 0), (3, 3), (3, 3)]),
+        (replaced, [(0, 0), (3, 3), (3, 0), (0, 0), (3, 3), (3, 3)]),
     ],
 )
 def test_what_was_begun_for_nothing(
