@@ -55,7 +55,8 @@ def made_for(
             before.agree(max(_COUNT.unpack(extra(wire))[0] for wire in fence()), False)
             before.reduce(0.0, fence)
     on_cpu = all(torch.device(region.device).type == "cpu" for region in places.plan.regions)
-    if core.size == 1 or type(group.transport) is not Backend or not on_cpu or not places.plan.buckets:
+    over_wire = isinstance(group.transport, Backend) and not group.shares_memory
+    if core.size == 1 or not over_wire or not on_cpu or not places.plan.buckets:
         return Late()
     if backend is None:
         backend = gloo_beside(core, group.get_group_store())
@@ -163,7 +164,7 @@ class Early(Late):
 
     def _begin(self, bucket: Bucket, given: torch.Tensor) -> None:
         total = given.to(wide_dtype(given.dtype), copy=True)
-        self._begun.append((total, self.backend.begin_sum(total)))
+        self._begun.append((total, self.backend.begin(total)))
 
     def _flat(self, bucket: Bucket) -> torch.Tensor:
         return self._places.memory.own[bucket.region][bucket.start : bucket.stop]
@@ -208,7 +209,7 @@ class Early(Late):
         for bucket in self._buckets[len(self._begun) : most]:
             self._begin(bucket, torch.zeros_like(self._flat(bucket)))
         for _, work in self._begun:
-            self.backend.finish_sum(work, fence)
+            self.backend.finish(work, fence)
         totals = [total for total, _ in self._begun] if alike else []
         self._begun, self._versions, self._left = [], [], False
         self.agree(0, False)

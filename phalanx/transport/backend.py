@@ -44,7 +44,7 @@ _OPS_ON_BOOL = {
 _DIRECT = {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _LOOK_AFTER = timedelta(seconds=0.5)
-_unclosed: list[Any] = []
+_unclosed: list[Any] = []  # groups that are kept for good
 _SUMS = {Reduction.SUM, Reduction.AVG, Reduction.PREMUL_SUM}
 
 
@@ -165,19 +165,15 @@ class Backend:
         self._finish(self._group.allgather([parts], [mine]), fence)
         return parts
 
-    def begin_sum(self, total: torch.Tensor) -> Any:
-        """Begin to sum `total`, of a dtype of wide_dtype(), over all ranks, in place; finish_sum() what is returned."""
-        return self.begin(total, ReduceOp.SUM)
-
-    def begin(self, total: torch.Tensor, op: Any) -> Any:
-        """As begin_sum(), with another operation that the backend knows."""
+    def begin(self, total: torch.Tensor, op: Any = ReduceOp.SUM) -> Any:
+        """Begin to reduce `total`, of a dtype of wide_dtype(), over all ranks, in place; finish() what is returned."""
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = ReduceOp(op), True
         self.unfinished += 1
         return self._group.allreduce([torch.view_as_real(total) if total.is_complex() else total], options)
 
-    def finish_sum(self, work: Any, fence: Fence) -> None:
-        """Wait for a sum that has been begun."""
+    def finish(self, work: Any, fence: Fence) -> None:
+        """Wait for what has been begun."""
         self._finish(work, fence)
         self.unfinished -= 1
 

@@ -83,7 +83,7 @@ class Between:
     def wait(self, work: Any, fence: Fence) -> None:
         """Wait for a reduction that has been begun."""
         if self._lane is not None:
-            self._lane.finish_sum(work, fence)
+            self._lane.finish(work, fence)
 
     def sum(
         self, parts: Sequence[torch.Tensor], scales: Sequence[float], everywhere: Sequence[float], result: torch.Tensor

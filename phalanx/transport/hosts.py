@@ -1,10 +1,7 @@
 """Ranks on several hosts, of which some share one: added up on each host first, then between hosts, then spread.
 
-On each host the ranks post into shared memory. The first ranks of every host, as many as the host with the fewest has,
-are its lanes: lane i adds up the i-th segment of what was posted, and sums it over all hosts, with the lanes i there,
-through a backend. So the wire carries each host's sum once, in as many streams as there are lanes.
-
-A tensor goes through in pieces. While the sums of a piece travel, the next one is added up:
+Which rank sums what between hosts is said in between.py. A tensor goes through in pieces. While the sums of a piece
+travel, the next one is added up:
 
     round i     post piece i; wait for the sums of piece i - 2
     fence of the host
